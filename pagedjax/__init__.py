@@ -1,0 +1,1 @@
+"""pagedjax: LLM inference in JAX from a paged KV cache."""

@@ -1,0 +1,24 @@
+"""Errors of the engine; the root and the loading errors come from `pagedjax.models.errors`."""
+
+from pagedjax.models.errors import CheckpointError, ConfigError, PagedJaxError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "PagedJaxError",
+    "TokenizerError",
+]
+
+
+class InvalidRequestError(PagedJaxError, ValueError):
+    """A request was refused at the door: its prompt or its sampling parameters cannot be served."""
+
+
+class ModelNotFoundError(PagedJaxError, FileNotFoundError):
+    """The `model` argument names no directory, GGUF file or packaged model."""
+
+
+class TokenizerError(PagedJaxError, ValueError):
+    """A tokenizer or chat template is missing, malformed, or of an unsupported kind."""

@@ -1,0 +1,207 @@
+"""Paged attention in plain XLA: runs on every backend, and fast on CPU.
+
+For a query row at position p of its sequence, over the keys j of the same sequence:
+
+    s_j = sm_scale * q . k_j          (soft_cap * tanh(s_j / soft_cap) where a soft cap is given)
+    o   = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j)),   max(0, p - window + 1) <= j <= p
+
+The work is cut in query tiles of ONE sequence: a tile of `R` rows loops over that sequence's own
+blocks, `pages` at a time, from the first inside its window to the one that holds its last position,
+with the running maximum and sum of an online softmax (Milakov and Gimelshein, arXiv:1805.02867;
+Dao et al., arXiv:2205.14135). Decodes are tiles of one row. No tokens-by-keys matrix exists, no
+sequence pays for another's length, and trip counts are dynamic, so one compiled program serves every
+mix of chunks and decodes.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.storage import from_storage
+
+_NEG_INF = -1e30  # finite: a row without keys gives exp(0) * 0, never NaN
+_TILE_ROWS = 512  # rows times query heads per KV head of a prefill tile
+_PREFILL_KEYS = 256  # keys a tile meets in one step of its loop
+_DECODE_KEYS = 128
+
+
+class _Call(NamedTuple):
+    """What is the same for every tile of one call."""
+
+    pool: jax.Array
+    layer: jax.Array | int
+    kv_dtype: jnp.dtype
+    sm_scale: float
+    soft_cap: float | None
+    window: jax.Array | int
+    sinks: jax.Array | None
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """dtype of the operands of both products; sums are float32."""
+        half = self.kv_dtype in (jnp.bfloat16, jnp.float16)
+        return self.kv_dtype if half else jnp.dtype(jnp.float32)
+
+    def dot(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        dtype = self.compute_dtype
+        return jnp.einsum(
+            spec,
+            a.astype(dtype),
+            b.astype(dtype),
+            precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def xla_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: RaggedBatch,
+    *,
+    kv_dtype: jnp.dtype,
+    sm_scale: float,
+    soft_cap: float | None,
+    window: jax.Array | int,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
+    call = _Call(pool, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
+    num_rows, num_heads, _ = q.shape
+    tile_rows = max(1, min(num_rows, _TILE_ROWS * pool.shape[2] // num_heads))
+    q = jnp.pad(q.astype(jnp.float32), ((0, tile_rows), (0, 0), (0, 0)))
+    out = jnp.zeros_like(q)
+    is_decode = jnp.diff(batch.query_start) == 1
+    if tile_rows > 1:
+        out = _loop_over_tiles(call, q, out, batch, ~is_decode, tile_rows, _PREFILL_KEYS)
+    # One loop over sequences is best where a loop step is cheap; elsewhere all of them at once.
+    out = lax.platform_dependent(
+        q,
+        out,
+        batch,
+        is_decode,
+        cpu=lambda *args: _loop_over_tiles(call, *args, 1, _DECODE_KEYS),
+        default=lambda *args: _decode_together(call, *args),
+    )
+    return out[:num_rows]
+
+
+def _loop_over_tiles(
+    call: _Call,
+    q: jax.Array,
+    out: jax.Array,
+    batch: RaggedBatch,
+    chosen: jax.Array,
+    tile_rows: int,
+    keys_per_step: int,
+) -> jax.Array:
+    """Fill `out` f32[N + R, H, D] with the rows of the `chosen` bool[S] sequences, tile by tile.
+
+    A sequence's last tile spills over the rows behind it; whoever owns those comes later.
+    """
+    tiles = jnp.where(chosen, _cdiv(jnp.diff(batch.query_start), tile_rows), 0)
+    last = jnp.cumsum(tiles)
+    pages, tables = _pages_per_step(call, batch.block_tables, keys_per_step)
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        s = jnp.searchsorted(last, i, side="right")
+        row = batch.query_start[s] + (i - (last[s] - tiles[s])) * tile_rows
+        rows_after = batch.query_start[s + 1] - row
+        position = batch.context_lens[s] - rows_after
+        end = position + jnp.minimum(rows_after, tile_rows)
+        tile = lax.dynamic_slice_in_dim(q, row, tile_rows)
+        tile = _attend_tile(call, pages, tile, position, end, tables[s])
+        return lax.dynamic_update_slice_in_dim(out, tile, row, 0)
+
+    return lax.fori_loop(0, last[-1], body, out)
+
+
+def _decode_together(
+    call: _Call, q: jax.Array, out: jax.Array, batch: RaggedBatch, is_decode: jax.Array
+) -> jax.Array:
+    """Fill in the rows of the sequences that have one row, all of them in one batched loop."""
+    pages, tables = _pages_per_step(call, batch.block_tables, _DECODE_KEYS)
+    row = jnp.where(is_decode, batch.query_start[:-1], len(out))
+    end = jnp.where(is_decode, batch.context_lens, 0)
+    tile = q.at[row].get(mode="fill", fill_value=0)[:, None]
+    attend: Callable = lambda *args: _attend_tile(call, pages, *args)  # noqa: E731
+    tile = jax.vmap(attend)(tile, jnp.maximum(end - 1, 0), end, tables)
+    return out.at[row].set(tile[:, 0], mode="drop")
+
+
+def _attend_tile(
+    call: _Call, pages: int, q: jax.Array, position: jax.Array, end: jax.Array, table: jax.Array
+) -> jax.Array:
+    """Attention of one tile of one sequence.
+
+    Args:
+      pages: blocks a loop step reads.
+      q: f32[R, H, D], rows at positions `position, position + 1, ...`; those from `end` on are padding.
+      end: i32, one past the tile's last position; 0 for an empty tile, whose result is zero.
+      table: i32[B], B a multiple of `pages`.
+
+    Returns:
+      f32[R, H, D].
+    """
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads, block_size = call.pool.shape[2:4]
+    group = num_heads // kv_heads
+    step = pages * block_size
+    flat = (kv_heads, num_rows * group)
+    q = (q * call.sm_scale).reshape(num_rows, kv_heads, group, head_dim)
+    q = q.transpose(1, 0, 2, 3).reshape(*flat, head_dim)
+    row_position = position + jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), group)
+    first_key = jnp.maximum(position - call.window + 1, 0)
+
+    def body(i: jax.Array, carry: tuple) -> tuple:
+        acc, top, total = carry
+        key = i * step + jnp.arange(step, dtype=jnp.int32)
+        written = (key >= first_key) & (key < end)
+        k, v = _load(call, lax.dynamic_slice_in_dim(table, i * pages, pages), written)
+        distance = row_position[:, None] - key[None]
+        visible = (distance >= 0) & (distance < call.window)
+        s = call.dot("hrd,hkd->hrk", q, k)
+        if call.soft_cap is not None:
+            s = call.soft_cap * jnp.tanh(s / call.soft_cap)
+        s = jnp.where(visible, s, _NEG_INF)
+        new_top = jnp.maximum(top, s.max(-1))
+        shrink = jnp.exp(top - new_top)
+        p = jnp.where(visible, jnp.exp(s - new_top[..., None]), 0.0)
+        acc = acc * shrink[..., None] + call.dot("hrk,hkd->hrd", p, v)
+        return acc, new_top, total * shrink + p.sum(-1)
+
+    if call.sinks is None:
+        top, total = jnp.full(flat, _NEG_INF), jnp.zeros(flat)
+    else:  # a sink is one more key, with score `sink` and value 0
+        sinks = call.sinks.astype(jnp.float32).reshape(kv_heads, 1, group)
+        top = jnp.broadcast_to(sinks, (kv_heads, num_rows, group)).reshape(flat)
+        total = jnp.ones(flat)
+    carry = (jnp.zeros((*flat, head_dim)), top, total)
+    acc, _, total = lax.fori_loop(first_key // step, _cdiv(end, step), body, carry)
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    out = out.reshape(kv_heads, num_rows, group, head_dim).transpose(1, 0, 2, 3)
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def _load(call: _Call, blocks: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V, each [KVH, keys, D], of `blocks`; zero where not `written`, as those may hold NaN."""
+    kv_heads, block_size, width = call.pool.shape[2:]
+    kv = from_storage(call.pool[call.layer, blocks], call.kv_dtype)
+    kv = kv.transpose(1, 0, 2, 3).reshape(kv_heads, len(blocks) * block_size, width)
+    kv = jnp.where(written[None, :, None], kv, jnp.zeros((), kv.dtype))
+    return kv[..., : width // 2], kv[..., width // 2 :]
+
+
+def _pages_per_step(call: _Call, tables: jax.Array, keys: int) -> tuple[int, jax.Array]:
+    """Blocks a loop step, and the block tables padded to a multiple of it with the null block."""
+    width = tables.shape[1]
+    pages = min(max(1, keys // call.pool.shape[3]), width)
+    return pages, jnp.pad(tables, ((0, 0), (0, -width % pages)))
+
+
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
+    return (a + b - 1) // b

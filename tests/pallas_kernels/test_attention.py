@@ -1,0 +1,141 @@
+"""Plain-XLA paged attention against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.pallas_kernels.random_batch import RandomCase, random_case
+
+from pallas_kernels import paged_attention, storage_dtype, to_storage
+from pallas_kernels.reference import reference_attention
+
+
+def oracle(case: RandomCase, layer: int, **options) -> np.ndarray:
+    tables = (case.query_start, case.context_lens, case.block_tables)
+    return reference_attention(case.q, case.pool, layer, *tables, **options)[: case.num_rows]
+
+
+def xla(case: RandomCase, layer: int, pool: jax.Array | None = None, **options) -> np.ndarray:
+    pool = jnp.asarray(case.pool) if pool is None else pool
+    out = paged_attention(
+        jnp.asarray(case.q), pool, None, layer, case.batch, implementation="xla", **options
+    )
+    assert np.isfinite(out).all()
+    return np.asarray(out)[: case.num_rows]
+
+
+@st.composite
+def lengths(draw):
+    """Up to four sequences: decodes, whole prompts and chunks behind a cached context."""
+    pairs = []
+    for _ in range(draw(st.integers(1, 4))):
+        query = draw(st.one_of(st.just(1), st.integers(1, 40)))
+        pairs.append((query, query + draw(st.one_of(st.just(0), st.integers(0, 60)))))
+    return pairs
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    lengths=lengths(),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (5, 1)]),
+    head_dim=st.sampled_from([8, 20, 64]),
+    block_size=st.sampled_from([2, 4, 16]),
+    window=st.sampled_from([None, 1, 5, 33]),
+    soft_cap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
+    padding=st.sampled_from([(0, 0), (5, 0), (3, 2)]),
+)
+def test_matches_the_oracle_over_random_ragged_batches(
+    seed, lengths, heads, head_dim, block_size, window, soft_cap, with_sinks, padding
+):
+    case = random_case(
+        seed,
+        lengths,
+        num_heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        block_size=block_size,
+        padding_rows=padding[0],
+        padding_seqs=padding[1],
+    )
+    options = {"sm_scale": head_dim**-0.5, "soft_cap": soft_cap, "window": window}
+    if with_sinks:
+        options["sinks"] = np.linspace(-1, 2, heads[0]).astype(np.float32)
+    np.testing.assert_allclose(
+        xla(case, 1, **options), oracle(case, 1, **options), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_prefill_longer_than_a_tile_and_a_key_step():
+    case = random_case(0, [(300, 700), (1, 600), (270, 270)], num_heads=4, kv_heads=1)
+    for window in (None, 100):
+        options = {"sm_scale": 0.25, "window": window}
+        np.testing.assert_allclose(
+            xla(case, 0, **options), oracle(case, 0, **options), rtol=3e-5, atol=3e-5
+        )
+
+
+def test_the_batched_decode_of_other_platforms_matches_the_oracle():
+    from pallas_kernels import xla_attention as module
+
+    case = random_case(3, [(1, 1), (1, 37), (6, 20), (1, 90)], padding_seqs=2)
+    call = module._Call(
+        jnp.asarray(case.pool), 1, jnp.dtype(jnp.float32), 0.3, None, jnp.int32(11), None
+    )
+    q = jnp.asarray(case.q)
+    is_decode = jnp.diff(case.batch.query_start) == 1
+    out = module._decode_together(call, q, jnp.zeros_like(q), case.batch, is_decode)
+    want = oracle(case, 1, sm_scale=0.3, window=11)
+    rows = [0, 1, 8]
+    np.testing.assert_allclose(out[np.array(rows)], want[rows], rtol=2e-5, atol=2e-5)
+    assert not out[2:8].any(), "rows of a prefill chunk are not this function's"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_pools_kept_as_bits(dtype):
+    case = random_case(7, [(1, 50), (9, 30)])
+    stored = to_storage(jnp.asarray(case.pool), dtype, storage_dtype(dtype, "cpu"))
+    assert stored.dtype == jnp.uint16
+    case.pool = np.asarray(jnp.asarray(case.pool).astype(dtype).astype(jnp.float32))
+    got = xla(case, 0, stored, sm_scale=0.25, kv_dtype=dtype)
+    np.testing.assert_allclose(got, oracle(case, 0, sm_scale=0.25), rtol=0, atol=0.03)
+
+
+def test_a_traced_layer_and_window_under_jit():
+    case = random_case(5, [(4, 9), (1, 30)])
+    run = jax.jit(
+        lambda q, pool, layer, window: paged_attention(
+            q, pool, None, layer, case.batch, sm_scale=0.25, window=window
+        )
+    )
+    got = run(case.q, case.pool, jnp.int32(1), jnp.int32(6))
+    np.testing.assert_allclose(
+        got, oracle(case, 1, sm_scale=0.25, window=6), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_the_reference_implementation_runs_under_jit():
+    case = random_case(6, [(4, 9), (1, 30)])
+    run = jax.jit(
+        lambda q, pool: paged_attention(
+            q, pool, None, 1, case.batch, sm_scale=0.25, implementation="reference"
+        )
+    )
+    got = run(case.q, case.pool)
+    np.testing.assert_allclose(got, oracle(case, 1, sm_scale=0.25), rtol=1e-6, atol=1e-6)
+
+
+def test_bad_arguments_are_refused_with_their_values():
+    case = random_case(0, [(2, 5)])
+    q, pool = jnp.asarray(case.q), jnp.asarray(case.pool)
+    with pytest.raises(ValueError, match="cuda_core"):
+        paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, implementation="cuda_core")  # type: ignore
+    with pytest.raises(ValueError, match=r"q \(2, 4, 12\)"):
+        paged_attention(q[..., :12], pool, None, 0, case.batch, sm_scale=1.0)
+    with pytest.raises(ValueError, match="sinks"):
+        paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, sinks=jnp.zeros(3))
+    with pytest.raises(ValueError, match="uint16"):
+        paged_attention(q, pool.astype(jnp.uint16), None, 0, case.batch, sm_scale=1.0)
