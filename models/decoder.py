@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
         c = self.config
         hidden = rms_norm(hidden, self.final_norm[...], c.norm_eps)
         weight = self.embed if self.head is None else self.head
-        out = linear(hidden, weight[...], c.dtype, looped=False)
+        out = linear(hidden, weight[...], c.dtype)
         if c.final_soft_cap is not None:
             out = c.final_soft_cap * jnp.tanh(out / c.final_soft_cap)
         return out

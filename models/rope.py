@@ -10,7 +10,7 @@ import numpy as np
 
 from pagedjax.models.errors import ConfigError
 
-Scaling = Literal["none", "linear", "llama3", "yarn"]
+Scaling = Literal["none", "linear", "llama3", "yarn", "divided"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class RopeConfig:
         (Llama 3.1 model card).
       * "yarn": the same idea over dimensions, between `beta_fast` and `beta_slow` rotations, and
         q and k scaled by `attention_factor` (Peng et al., arXiv:2309.00071).
+      * "divided": every frequency divided by its own of `divisors` (how GGUF files say "llama3").
     """
 
     theta: float
@@ -36,6 +37,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scaling not in get_args(Scaling):
@@ -44,16 +46,26 @@ class RopeConfig:
             raise ConfigError(f"rope theta {self.theta} and factor {self.factor} must be positive")
         if self.scaling in ("llama3", "yarn") and self.original_max_position < 1:
             raise ConfigError(f"rope scaling {self.scaling!r} needs original_max_position")
+        if (self.scaling == "divided") != bool(self.divisors):
+            raise ConfigError(f"rope scaling {self.scaling!r} with {len(self.divisors)} divisors")
+        if self.divisors and min(self.divisors) <= 0:
+            raise ConfigError(f"a rope divisor of {min(self.divisors)}; they must be positive")
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RopeConfig":
-        return cls(**data)
+        return cls(**{**data, "divisors": tuple(data["divisors"])})
+
+    def divided(self, divisors: tuple[float, ...]) -> "RopeConfig":
+        """This unscaled rope with one divisor per frequency."""
+        return dataclasses.replace(self, scaling="divided", divisors=divisors)
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """f64[head_dim / 2], radians per position."""
         inv = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.scaling == "linear":
             return inv / self.factor
+        if self.scaling == "divided":
+            return inv / np.array(self.divisors)
         if self.scaling == "llama3":
             turns = self.original_max_position * inv / (2 * math.pi)
             span = self.high_freq_factor - self.low_freq_factor
@@ -65,7 +77,7 @@ class RopeConfig:
         return inv
 
     def _yarn_kept(self, head_dim: int) -> np.ndarray:
-        """f64[head_dim / 2]: 1 where a dimension turns often and is kept, 0 where it is stretched."""
+        """f64[head_dim / 2]: 1 where a dimension turns often and is kept, 0 where stretched."""
 
         def dimension(rotations: float) -> float:
             turn = self.original_max_position / (rotations * 2 * math.pi)

@@ -5,10 +5,7 @@ Two kinds are understood: "llama" (SentencePiece BPE: merges follow from the sco
 (byte-level BPE: merges are listed, the pre-tokenizer is named). Others are refused by name.
 """
 
-import mmap
-import struct
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagedjax.errors import TokenizerError
+from pagedjax.models.gguf_file import read_gguf
 
 Metadata = Mapping[str, Any]
 
@@ -30,8 +28,11 @@ _END_OF_TURN = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>")
 class GgufTokenizer(NamedTuple):
     """What a GGUF file says about its tokenizer.
 
-    `special_tokens` maps a role ("bos_token", "eos_token", ...) to the token's text; the first of
-    `eos_token_ids` is the "eos_token".
+    Attributes:
+      core: the tokenizer proper.
+      special_tokens: text of each special token by role ("bos_token", "eos_token", ...).
+      eos_token_ids: every id that ends an answer, the "eos_token" first.
+      chat_templates: Jinja source by name.
     """
 
     core: tokenizers.Tokenizer
@@ -40,13 +41,14 @@ class GgufTokenizer(NamedTuple):
     chat_templates: dict[str, str]
 
 
-def read_gguf_tokenizer(path: str | PathLike[str]) -> GgufTokenizer:
-    """Builds the tokenizer stored in the GGUF file at `path`.
+def read_gguf_tokenizer(path: str | Path) -> GgufTokenizer:
+    """Build the tokenizer stored in the GGUF file at `path`.
 
-    Raises `TokenizerError` if the file is not GGUF, is truncated, or holds a tokenizer of a kind
-    or with a pre-tokenizer that is not supported.
+    Raises:
+      CheckpointError: the file is not GGUF, or truncated.
+      TokenizerError: its tokenizer is missing, inconsistent, or of a kind that is not supported.
     """
-    metadata = read_metadata(path)
+    metadata = read_gguf(path).metadata
     if "tokenizer.ggml.model" not in metadata:
         raise TokenizerError(
             f"{path} has no tokenizer (no key 'tokenizer.ggml.model'); convert the model again "
@@ -69,7 +71,7 @@ def read_gguf_tokenizer(path: str | PathLike[str]) -> GgufTokenizer:
 
 
 class _Vocabulary(NamedTuple):
-    """Pieces by id, their types (i32), and the ids with a role ("bos", "eos", ...)."""
+    """Pieces by id, their types (i32[V]), and the ids with a role ("bos", "eos", ...)."""
 
     pieces: list[str]
     types: np.ndarray
@@ -169,13 +171,13 @@ class _PreTokenizer(NamedTuple):
     adds_bos: bool = False  # the default where the file does not say
 
 
-_GPT2_WORDS = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)  # contractions, words, numbers, symbols, spaces
+# Contractions, words, numbers, symbols, spaces.
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The same idea with line breaks of their own; %s is how many digits make a number.
 _GPT4_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # the same idea with line breaks of their own; %s: how many digits make a number
+)
 _LLAMA3 = _PreTokenizer(_GPT4_WORDS % "{1,3}", whole_words=True, adds_bos=True)
 _QWEN2 = _PreTokenizer(_GPT4_WORDS % "", nfc=True)
 
@@ -231,7 +233,11 @@ _BUILDERS = {"llama": _build_sentencepiece, "gpt2": _build_byte_level}
 
 
 def _add_added_tokens(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are matched in the raw text, before anything is cut or merged."""
+    """Tokens that are matched in the raw text, before anything is cut or merged.
+
+    Text after such a token gets a space prefix of its own where the vocabulary has one, as in
+    llama.cpp.
+    """
 
     def of_types(*types: int, special: bool) -> list[AddedToken]:
         return [
@@ -243,9 +249,7 @@ def _add_added_tokens(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> No
     core.add_tokens(of_types(_USER_DEFINED, special=False))
 
 
-def _set_template(
-    core: tokenizers.Tokenizer, vocabulary: _Vocabulary, metadata: Metadata
-) -> None:
+def _set_template(core: tokenizers.Tokenizer, vocabulary: _Vocabulary, metadata: Metadata) -> None:
     if metadata["tokenizer.ggml.model"] == "gpt2":
         adds_bos = _pre_tokenizer(metadata).adds_bos
     else:
@@ -262,7 +266,7 @@ def _set_template(
 def set_bos_eos_template(
     core: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None
 ) -> None:
-    """Makes `core` put these tokens around every text it encodes with special tokens."""
+    """Make `core` put these tokens around every text it encodes with special tokens."""
     names = {i: core.id_to_token(i) for i in (bos_id, eos_id) if i is not None}
     before = [names[bos_id]] if bos_id is not None else []
     after = [names[eos_id]] if eos_id is not None else []
@@ -304,80 +308,3 @@ def _require(metadata: Metadata, key: str) -> Any:
             f"{metadata['tokenizer.ggml.model']!r} needs; convert the model again"
         )
     return metadata[key]
-
-
-def read_metadata(path: str | PathLike[str]) -> dict[str, Any]:
-    """All key-value pairs of a GGUF file: scalars, strings, lists of strings, numpy arrays.
-
-    Reads nothing but the header, and a vocabulary of 262,144 strings in tenths of a second (the
-    `gguf` package's reader makes several numpy views per string, and takes most of ten seconds).
-    """
-    try:
-        with Path(path).open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"cannot read {path}: {error}") from error
-    with data:
-        try:
-            return _Header(data).read()
-        except (struct.error, UnicodeDecodeError, ValueError) as error:
-            raise TokenizerError(
-                f"{path} is not a readable GGUF file: {error}; download or convert it again"
-            ) from error
-
-
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
-class _Header:
-    """A cursor over the little-endian header of a GGUF file."""
-
-    def __init__(self, data: mmap.mmap):
-        self._data = data
-        self._at = 0
-
-    def read(self) -> dict[str, Any]:
-        magic, version = self._data[:4], self._unpack("I", at=4)
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(
-                f"it starts with {magic!r}, version {version}, not with b'GGUF', version 2 or 3, "
-                "little-endian"
-            )
-        pairs = self._unpack("Q", at=16)
-        self._at = 24
-        return {self._string(): self._value(self._unpack("I")) for _ in range(pairs)}
-
-    def _unpack(self, code: str, at: int | None = None) -> Any:
-        code = "<" + code
-        if at is not None:
-            self._at = at
-        (value,) = struct.unpack_from(code, self._data, self._at)
-        self._at += struct.calcsize(code)
-        return value
-
-    def _take(self, size: int) -> bytes:
-        end = self._at + size
-        if end > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, inside its metadata")
-        taken = self._data[self._at : end]
-        self._at = end
-        return taken
-
-    def _string(self) -> str:
-        return self._take(self._unpack("Q")).decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self._unpack(_SCALARS[kind])
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array(self._unpack("I"), self._unpack("Q"))
-        raise ValueError(f"unknown value type {kind}")
-
-    def _array(self, kind: int, length: int) -> Any:
-        if kind in _SCALARS:
-            dtype = np.dtype("<" + _SCALARS[kind])
-            return np.frombuffer(self._take(length * dtype.itemsize), dtype)
-        return [self._value(kind) for _ in range(length)]

@@ -7,6 +7,7 @@ is the one that published templates are written for.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -22,41 +23,32 @@ from pagedjax.errors import TokenizerError
 Message = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
     """One named Jinja chat template, compiled on first use.
 
     Compiling late lets a tokenizer with a broken template still serve plain prompts.
     """
 
-    def __init__(self, source: str, name: str = "default"):
-        self.source = source
-        self.name = name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ChatTemplate) and (self.name, self.source) == (
-            other.name,
-            other.source,
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.source))
+    source: str
+    name: str = "default"
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """The prompt string for `messages`.
 
-        Arguments:
-            messages: mappings with at least a `role`.
-            variables: every other name the template may use (`add_generation_prompt`, `tools`,
-                `bos_token`, ...).
+        Args:
+          messages: mappings with at least a `role`.
+          variables: every other name the template may use (`add_generation_prompt`, `tools`,
+            `bos_token`, ...).
 
-        Raises `TokenizerError` when a message is malformed, the template does not compile, or it
-        fails while it runs (which includes `raise_exception` and whatever the sandbox refuses).
+        Raises:
+          TokenizerError: a message is malformed, the template does not compile, or it fails while
+            it runs (which includes `raise_exception` and whatever the sandbox refuses).
         """
         _check_messages(messages)
+        template = self._compiled
         try:
-            return self._compiled.render(**{**variables, "messages": messages})
-        except TokenizerError:
-            raise
+            return template.render({**variables, "messages": messages})
         except Exception as error:  # a template is a program: it can fail in any way a program can
             raise TokenizerError(
                 f"chat template {self.name!r} failed: {type(error).__name__}: {error}; "
@@ -79,7 +71,8 @@ def select_template(
 ) -> ChatTemplate:
     """The template called `name`; without a name, "tool_use" if it fits, else "default".
 
-    Raises `TokenizerError` when there is no such template.
+    Raises:
+      TokenizerError: there is no such template.
     """
     if name is None:
         name = "tool_use" if has_tools and "tool_use" in templates else "default"

@@ -31,11 +31,14 @@ class TokenBytes:
     decoder joins its pieces with spaces. Any other decoder is refused by name.
 
     Attributes:
-        strips_first_space: whether one space at the very start of a text is dropped (vocabularies
-            that put a space before the first word).
-        utf8_errors: error mode of the UTF-8 decoder. "replace" writes one U+FFFD for each broken
-            sequence, "surrogateescape" stands for one U+FFFD for each broken byte: what the two
-            families do.
+      strips_first_space: whether one space at the very start of a text is dropped (vocabularies
+        that put a space before the first word).
+      utf8_errors: error mode of the UTF-8 decoder. "replace" writes one U+FFFD for each broken
+        sequence, "surrogateescape" stands for one U+FFFD for each broken byte: what the two
+        families do.
+
+    Raises:
+      TokenizerError: the decoder is of another kind.
     """
 
     def __init__(self, core: tokenizers.Tokenizer):
@@ -94,10 +97,10 @@ class IncrementalDetokenizer:
     The pieces joined are exactly what the output adds to the text of the prompt: spaces at the
     border are right, and a character that the prompt's last tokens began belongs to the output.
 
-    Arguments:
-        tokenizer: whose ids these are.
-        prompt_token_ids: the tokens before the output; only the last few are looked at.
-        skip_special_tokens: leave special tokens out of the text.
+    Args:
+      tokenizer: whose ids these are.
+      prompt_token_ids: the tokens before the output; only the last few are looked at.
+      skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(

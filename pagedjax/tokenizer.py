@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,16 @@ _TEMPLATE_FILE = "chat_template.jinja"
 class Tokenizer:
     """A tokenizer with what an engine needs around it: special tokens, chat templates, bytes.
 
-    Arguments:
-        core: the tokenizer proper.
-        special_tokens: text of each special token by role ("bos_token", "eos_token", ...); chat
-            templates see them under these names.
-        eos_token_ids: every id that ends an answer.
-        chat_templates: Jinja source by name; "default" is the one used without a name.
+    Args:
+      core: the tokenizer proper.
+      special_tokens: text of each special token by role ("bos_token", "eos_token", ...); chat
+        templates see them under these names.
+      eos_token_ids: every id that ends an answer.
+      chat_templates: Jinja source by name; "default" is the one used without a name.
 
     Attributes:
-        token_bytes: maps a token id to the bytes it stands for.
-        special_token_ids: ids that `skip_special_tokens` leaves out of decoded text.
+      token_bytes: `token_bytes[id]` is the bytes that a token stands for.
+      special_token_ids: ids that `skip_special_tokens` leaves out of decoded text.
     """
 
     def __init__(
@@ -57,11 +56,12 @@ class Tokenizer:
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
-    def from_directory(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """Loads a directory in Hugging Face layout; only tokenizer.json is required.
+    def from_directory(cls, path: str | Path) -> "Tokenizer":
+        """Load a directory in Hugging Face layout; only tokenizer.json is required.
 
-        Raises `TokenizerError` if a file is missing or malformed, or names a token that the
-        vocabulary does not have.
+        Raises:
+          TokenizerError: a file is missing or malformed, or names a token that the vocabulary does
+            not have.
         """
         directory = Path(path)
         core = _load_core(directory / _MODEL_FILE)
@@ -83,11 +83,15 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_gguf(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """Builds the tokenizer stored inside a GGUF file.
+    def from_gguf(cls, path: str | Path) -> "Tokenizer":
+        """Build the tokenizer stored inside a GGUF file.
 
-        A vocabulary of 262,144 tokens takes seconds: `save` it and load the directory next time.
-        Raises `TokenizerError` for a kind of tokenizer that is not supported.
+        A vocabulary of 262,144 tokens takes over a second: `save` it and load the directory next
+        time.
+
+        Raises:
+          CheckpointError: the file is not GGUF, or truncated.
+          TokenizerError: its tokenizer is missing, inconsistent, or of a kind not supported.
         """
         stored = read_gguf_tokenizer(path)
         return cls(
@@ -97,8 +101,8 @@ class Tokenizer:
             chat_templates=stored.chat_templates,
         )
 
-    def save(self, directory: str | PathLike[str]) -> None:
-        """Writes files from which `from_directory` gives an equal tokenizer.
+    def save(self, directory: str | Path) -> None:
+        """Write files from which `from_directory` gives an equal tokenizer.
 
         Other keys of a generation_config.json that is already there are kept.
         """
@@ -107,10 +111,7 @@ class Tokenizer:
         self._core.save(str(directory / _MODEL_FILE), pretty=False)
         config: dict[str, Any] = dict(self.special_tokens)
         if self.chat_templates:
-            config["chat_template"] = [
-                {"name": template.name, "template": template.source}
-                for template in self.chat_templates.values()
-            ]
+            config["chat_template"] = _stored_templates(self.chat_templates.values())
         _write_json(directory / _CONFIG_FILE, config)
         generation = _read_json(directory / _GENERATION_FILE)
         generation["eos_token_id"] = list(self.eos_token_ids)
@@ -131,7 +132,7 @@ class Tokenizer:
         """Token ids of `text`, by default with what the tokenizer puts around a text (bos)."""
         try:
             return self._core.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
+        except TypeError as error:
             raise TokenizerError(
                 f"cannot encode {text!r:.80} of type {type(text).__name__}: {error}; pass a str "
                 "without lone surrogates"
@@ -155,14 +156,15 @@ class Tokenizer:
         It already holds every special token: encode it with `add_special_tokens=False`, or call
         `encode_chat`.
 
-        Arguments:
-            messages: mappings with "role" and "content".
-            add_generation_prompt: end with the opening of the assistant's turn.
-            template_name: which named template; by default "tool_use" if `tools` are given and
-                there is one, else "default".
-            variables: further names for the template, such as `tools`.
+        Args:
+          messages: mappings with "role" and "content".
+          add_generation_prompt: end with the opening of the assistant's turn.
+          template_name: which named template; by default "tool_use" if `tools` are given and
+            there is one, else "default".
+          variables: further names for the template, such as `tools`.
 
-        Raises `TokenizerError` if there is no such template, or it is malformed or fails.
+        Raises:
+          TokenizerError: there is no such template, or it is malformed or fails.
         """
         variables = {"tools": None, "documents": None, **self.special_tokens, **variables}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -203,7 +205,7 @@ def _load_core(path: Path) -> tokenizers.Tokenizer:
 def _mark_special(
     core: tokenizers.Tokenizer, special_tokens: Mapping[str, str], role: str
 ) -> int | None:
-    """Makes sure the token of this role is a special one; its id, or None without such a role."""
+    """Make sure the token of this role is a special one; its id, or None without such a role."""
     text = special_tokens.get(role)
     if text is None:
         return None
@@ -254,6 +256,13 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         ) from error
     file = directory / _TEMPLATE_FILE
     return {**templates, "default": file.read_text("utf-8")} if file.is_file() else templates
+
+
+def _stored_templates(templates: Iterable[ChatTemplate]) -> str | list[dict[str, str]]:
+    """Chat templates as tokenizer_config.json holds them: a lone default one is a string."""
+    stored = [{"name": template.name, "template": template.source} for template in templates]
+    names = [entry["name"] for entry in stored]
+    return stored[0]["template"] if names == ["default"] else stored
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

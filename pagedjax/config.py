@@ -1,0 +1,69 @@
+"""Settings of an engine."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal, get_args
+
+from pagedjax.errors import ConfigError
+from pallas_kernels import Implementation
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine; names follow vLLM where the meaning is the same.
+
+    Attributes:
+      dtype: of weights and matrix products; "auto" takes the checkpoint's.
+      kv_cache_dtype: of the pool; "auto" takes `dtype`.
+      block_size: tokens a block.
+      num_blocks: physical blocks of the pool, the null block included; None sizes the pool from
+        free memory (`memory_utilization` of an accelerator's memory, at most 4 GiB on CPU).
+      max_model_len: most tokens of a request, prompt and output; None takes the model's maximum.
+      max_num_seqs: most requests in one step.
+      max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
+      memory_utilization: share of an accelerator's memory for weights and pool.
+      seed: of requests that bring none.
+      attention: kernel to use; None picks the best for the backend.
+      cache_dir: where converted checkpoints are kept, so that the next start skips the conversion;
+        None keeps none.
+
+    Raises:
+      ConfigError: a field is out of its range.
+    """
+
+    dtype: Dtype = "auto"
+    kv_cache_dtype: Dtype = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 1024
+    memory_utilization: float = 0.9
+    seed: int = 0
+    attention: Implementation | None = None
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._require("block_size", 1 <= self.block_size <= 1024, "in [1, 1024]")
+        few = self.num_blocks is not None and self.num_blocks < 2
+        self._require("num_blocks", not few, "at least 2 (block 0 is the null block)")
+        short = self.max_model_len is not None and self.max_model_len < 2
+        self._require("max_model_len", not short, "at least 2 (one prompt token, one new)")
+        self._require("max_num_seqs", self.max_num_seqs >= 1, "at least 1")
+        enough = self.max_num_batched_tokens >= self.max_num_seqs
+        self._require(
+            "max_num_batched_tokens",
+            enough,
+            f"at least max_num_seqs, {self.max_num_seqs}, so that every request can decode",
+        )
+        self._require("memory_utilization", 0 < self.memory_utilization <= 1, "in (0, 1]")
+        for name in ("dtype", "kv_cache_dtype"):
+            self._require(name, getattr(self, name) in get_args(Dtype), f"one of {get_args(Dtype)}")
+        known = self.attention in (None, *get_args(Implementation))
+        self._require("attention", known, f"None or one of {get_args(Implementation)}")
+
+    def _require(self, name: str, ok: bool, limit: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {limit}")

@@ -1,0 +1,103 @@
+"""`LLM`: load a model, generate for many prompts."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine import LLMEngine
+from pagedjax.errors import InvalidRequestError
+from pagedjax.loader import load_model
+from pagedjax.outputs import RequestMetrics, RequestOutput
+from pagedjax.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A model with its engine, for offline use.
+
+    Args:
+      model: a Hugging Face directory, a GGUF file, or the name of a packaged model
+        ("gemma-3-270m"); or an `LLMEngine` made elsewhere.
+      config: settings of the engine; ignored defaults where None.
+
+    Raises:
+      ModelNotFoundError, CheckpointError, ConfigError: the model cannot be loaded or served.
+
+    Example:
+      >>> llm = LLM("gemma-3-270m")
+      >>> llm.generate(["Four score and seven"], SamplingParams(temperature=0.0))
+    """
+
+    def __init__(self, model: str | Path | LLMEngine, config: EngineConfig | None = None):
+        if isinstance(model, LLMEngine):
+            self.engine = model
+        else:
+            loaded = load_model(model, config or EngineConfig())
+            self.engine = LLMEngine(loaded.config, loaded.params, loaded.tokenizer, config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; one finished output each, in the order of the prompts.
+
+        Args:
+          prompts: text or token ids, one or many.
+          params: for all prompts, or one each.
+
+        A prompt that cannot be served does not stop the others: its output carries the `error`,
+        which `RequestOutput.outputs` raises.
+        """
+        final: dict[int, RequestOutput] = {}
+        for index, output in self.stream(prompts, params):
+            if output.finished:
+                final[index] = output
+        return [final[index] for index in sorted(final)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield `(index of the prompt, output so far)` whenever a prompt gets a token.
+
+        Leaving the iterator early aborts the rest.
+        """
+        prompts = _as_list(prompts)
+        all_params = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(all_params) != len(prompts):
+            raise InvalidRequestError(f"{len(all_params)} params for {len(prompts)} prompts")
+        index_of: dict[str, int] = {}
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
+                try:
+                    index_of[self.engine.add_request(prompt, own)] = index
+                except InvalidRequestError as error:
+                    yield index, _refused(prompt, error)
+            while index_of:
+                for output in self.engine.step():
+                    if output.request_id in index_of:
+                        index = index_of[output.request_id]
+                        if output.finished:
+                            del index_of[output.request_id]
+                        yield index, output
+        finally:
+            for request_id in index_of:
+                self.engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one text, one list of token ids, or many of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _refused(prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
+    token_ids = () if isinstance(prompt, str) else tuple(prompt)
+    return RequestOutput("", token_ids, None, True, RequestMetrics(arrival=0.0), error)

@@ -1,0 +1,81 @@
+"""From the name of a model to its configuration, parameters and tokenizer."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import jax
+
+from pagedjax.config import EngineConfig
+from pagedjax.demo import GEMMA_3_270M, demo_model_path
+from pagedjax.errors import ModelNotFoundError, TokenizerError
+from pagedjax.models.checkpoint import load_gguf, load_hf, restore_params, save_params
+from pagedjax.models.config import DecoderConfig
+from pagedjax.models.decoder import Params
+from pagedjax.tokenizer import Tokenizer
+
+_FORMAT = "1"  # of converted checkpoints in the cache; raise it when the parameters change shape
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """What an engine needs; `tokenizer` is None for a directory without a tokenizer.json."""
+
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer | None
+
+
+def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
+    """Load a Hugging Face directory, a GGUF file, or a packaged model by its name.
+
+    With `config.cache_dir`, the converted parameters and tokenizer are kept there and found again
+    as long as the source does not change.
+
+    Raises:
+      ModelNotFoundError: there is no such model.
+      CheckpointError, ConfigError, TokenizerError: it cannot be loaded.
+    """
+    path = demo_model_path() if str(model) == GEMMA_3_270M else Path(model)
+    if not path.exists():
+        raise ModelNotFoundError(
+            f"model {str(model)!r} is no directory, no GGUF file, and not {GEMMA_3_270M!r}"
+        )
+    platform = jax.default_backend()
+    dtype = None if config.dtype == "auto" else config.dtype
+    if config.cache_dir is None:
+        return _convert(path, dtype, platform)
+    kept = Path(config.cache_dir) / _fingerprint(path, dtype, platform)
+    if not kept.exists():
+        loaded = _convert(path, dtype, platform)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save(kept / "tokenizer")
+        # Last, and atomic: its presence says that the rest is complete.
+        save_params(kept / "params", loaded.config, loaded.params)
+        return loaded
+    decoder, params = restore_params(kept / "params", platform=platform)
+    tokenizer_dir = kept / "tokenizer"
+    tokenizer = Tokenizer.from_directory(tokenizer_dir) if tokenizer_dir.exists() else None
+    return LoadedModel(decoder, params, tokenizer)
+
+
+def _convert(path: Path, dtype: str | None, platform: str) -> LoadedModel:
+    if path.is_dir():
+        tokenizer = _directory_tokenizer(path)
+        decoder, params = load_hf(path, dtype=dtype, platform=platform)
+    else:
+        decoder, params = load_gguf(path, dtype=dtype, platform=platform)
+        tokenizer = Tokenizer.from_gguf(path)
+    return LoadedModel(decoder, params, tokenizer)
+
+
+def _directory_tokenizer(path: Path) -> Tokenizer | None:
+    return Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
+
+
+def _fingerprint(path: Path, dtype: str | None, platform: str) -> str:
+    """Name of a conversion: changes when a file of the source does, or what is made of it."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    digest = hashlib.sha256(repr((_FORMAT, dtype, platform, stats)).encode()).hexdigest()
+    return f"{path.stem}-{digest[:16]}"

@@ -1,0 +1,52 @@
+"""What a request asks of the sampler."""
+
+import dataclasses
+
+from pagedjax.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Field names and meanings follow vLLM.
+
+    Attributes:
+      max_tokens: most tokens to generate, at least 1.
+      temperature: 0 is greedy (argmax); otherwise logits are divided by it.
+      top_k: keep the `top_k` likeliest tokens; 0 keeps all.
+      top_p: keep the likeliest tokens whose probabilities sum to at least `top_p`, in (0, 1];
+        applied to what `top_k` left (nucleus sampling, Holtzman et al., arXiv:1904.09751).
+      seed: makes the request's stream reproducible, whatever else is in the batch; None draws one.
+      stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens.
+      ignore_eos: go on behind an end-of-sequence token.
+      logprobs: also return this many of the likeliest tokens' log-probabilities at every position
+        (of the model's own distribution, before temperature, top-k and top-p); None for none.
+
+    Raises:
+      InvalidRequestError: a field is out of its range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        self._require("temperature", 0 <= self.temperature < float("inf"), "finite and at least 0")
+        self._require("top_k", self.top_k >= 0, "at least 0 (0: all)")
+        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        in_range = self.seed is None or 0 <= self.seed < 2**63
+        self._require("seed", in_range, "in [0, 2**63)")
+        in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        self._require("logprobs", in_range, f"in [0, {MAX_LOGPROBS}]")
+
+    def _require(self, name: str, ok: bool, limit: str) -> None:
+        if not ok:
+            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
