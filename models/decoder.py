@@ -31,7 +31,6 @@ from pallas_kernels import (
     write_kv,
 )
 
-
 Params = dict[str, Any]
 """Parameters as a plain pytree: nested dicts with the names of the modules, arrays as leaves."""
 

@@ -46,6 +46,11 @@ class RopeConfig:
             raise ConfigError(f"rope theta {self.theta} and factor {self.factor} must be positive")
         if self.scaling in ("llama3", "yarn") and self.original_max_position < 1:
             raise ConfigError(f"rope scaling {self.scaling!r} needs original_max_position")
+        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"rope low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+                f"{self.high_freq_factor}"
+            )
         if (self.scaling == "divided") != bool(self.divisors):
             raise ConfigError(f"rope scaling {self.scaling!r} with {len(self.divisors)} divisors")
         if self.divisors and min(self.divisors) <= 0:
@@ -53,7 +58,7 @@ class RopeConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RopeConfig":
-        return cls(**{**data, "divisors": tuple(data["divisors"])})
+        return cls(**{**data, "divisors": tuple(data.get("divisors", ()))})
 
     def divided(self, divisors: tuple[float, ...]) -> "RopeConfig":
         """This unscaled rope with one divisor per frequency."""

@@ -1,1 +1,68 @@
 """pagedjax: LLM inference in JAX from a paged KV cache."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedjax.config import EngineConfig
+    from pagedjax.engine import LLMEngine
+    from pagedjax.errors import (
+        CheckpointError,
+        ConfigError,
+        InvalidRequestError,
+        ModelNotFoundError,
+        PagedJaxError,
+        TokenizerError,
+    )
+    from pagedjax.llm import LLM
+    from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from pagedjax.request import FinishReason, TokenLogprobs
+    from pagedjax.sampling_params import SamplingParams
+    from pagedjax.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+# Resolved on first use, so that `import pagedjax.models` does not import the engine above it.
+_HOME = {
+    "LLM": "llm",
+    "CheckpointError": "errors",
+    "CompletionOutput": "outputs",
+    "ConfigError": "errors",
+    "EngineConfig": "config",
+    "FinishReason": "request",
+    "InvalidRequestError": "errors",
+    "LLMEngine": "engine",
+    "ModelNotFoundError": "errors",
+    "PagedJaxError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "TokenLogprobs": "request",
+    "Tokenizer": "tokenizer",
+    "TokenizerError": "errors",
+}
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "FinishReason",
+    "InvalidRequestError",
+    "LLMEngine",
+    "ModelNotFoundError",
+    "PagedJaxError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Tokenizer",
+    "TokenizerError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

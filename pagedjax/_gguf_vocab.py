@@ -196,10 +196,9 @@ _PRE_TOKENIZERS = {
 def _build_byte_level(vocabulary: _Vocabulary, metadata: Metadata) -> tokenizers.Tokenizer:
     words = _pre_tokenizer(metadata)
     merges = [tuple(merge.split(" ")) for merge in _require(metadata, "tokenizer.ggml.merges")]
+    ids = vocabulary.ids_by_piece()
     try:
-        model = models.BPE(
-            vocab=vocabulary.ids_by_piece(), merges=merges, ignore_merges=words.whole_words
-        )
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=words.whole_words)
     except Exception as error:  # the library raises bare exceptions here
         raise TokenizerError(
             f"tokenizer.ggml.merges does not fit the vocabulary: {error}; the file is damaged: "
@@ -278,11 +277,7 @@ def set_bos_eos_template(
 
 def _special_tokens(vocabulary: _Vocabulary) -> dict[str, str]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    return {
-        name: vocabulary.pieces[vocabulary.roles[role]]
-        for role, name in names.items()
-        if role in vocabulary.roles
-    }
+    return {name: text for role, name in names.items() if (text := vocabulary.text(role))}
 
 
 def _eos_ids(vocabulary: _Vocabulary, templates: Mapping[str, str]) -> tuple[int, ...]:

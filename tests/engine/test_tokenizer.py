@@ -370,8 +370,11 @@ def test_unsupported_or_damaged_gguf_is_refused_by_name(
         Tokenizer.from_gguf(path)
 
 
-def test_repeated_token_is_refused(tmp_path: Path):
-    path = write_gguf(tmp_path / "t.gguf", "llama", ["a", "b", "a"], scores=[0.0] * 3)
+@pytest.mark.parametrize(
+    ("model", "keys"), [("llama", {"scores": [0.0] * 3}), ("gpt2", {"merges": ["a b"]})]
+)
+def test_repeated_token_is_refused(model: str, keys: dict[str, Any], tmp_path: Path):
+    path = write_gguf(tmp_path / "t.gguf", model, ["a", "b", "a"], **keys)
     with pytest.raises(TokenizerError, match="lists 'a' twice"):
         Tokenizer.from_gguf(path)
 

@@ -1,0 +1,114 @@
+"""The pool is never copied: read off the compiled programs of every target."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pagedjax.batch import build_batch
+from pagedjax.models.config import NO_WINDOW, DecoderConfig
+from pagedjax.models.decoder import abstract_params
+from pagedjax.models.rope import RopeConfig
+from pagedjax.runner import init_state
+from pagedjax.scheduler import SchedulerConfig
+from pagedjax.step import step
+from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
+from tests.deviceless.targets import TARGETS, Compiled, compile_for, platform
+
+WINDOWS = {"uniform": (NO_WINDOW,) * 4, "windowed": (64, 64, NO_WINDOW, 64, 64, NO_WINDOW)}
+
+
+def decoder(windows: tuple[int, ...], dtype: str) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=len(windows),
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position=2048,
+        windows=windows,
+        ropes=(RopeConfig(1e4),),
+        rope_of_layer=(0,) * len(windows),
+        attn_scale=128**-0.5,
+        norm_eps=1e-6,
+        dtype=dtype,  # type: ignore[arg-type]
+    )
+
+
+def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
+    size = pool.size * pool.dtype.itemsize
+    assert compiled.alias_bytes >= size, "the donated pool is not the result"
+    assert compiled.temp_bytes < size / 2, f"{compiled.temp_bytes} temporary bytes beside {size}"
+    assert not compiled.copies_of(pool.shape)
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows):
+    model = decoder(WINDOWS[windows], dtype)
+    limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.num_groups)
+    state = jax.eval_shape(
+        lambda: init_state(
+            model,
+            limits,
+            num_blocks=4096,
+            kv_dtype=jnp.dtype(dtype),
+            platform=platform(target),
+        )
+    )
+    batch = build_batch(
+        [],
+        num_tokens=rows,
+        num_seqs=8,
+        num_groups=limits.num_groups,
+        table_width=limits.table_width,
+        no_slot=8,
+    )
+    params = abstract_params(model, platform(target))
+    run = functools.partial(step, model)
+    assert_in_place(compile_for(target, run, params, state, batch, donate=(1,)), state.cache.pool)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_block_operations_work_in_place(target, dtype):
+    stored = storage_dtype(dtype, platform(target))
+    pool = jax.ShapeDtypeStruct((4, 4096, 2, 16, 256), stored)
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8, 2, 128), jnp.float32)
+    blocks = jax.ShapeDtypeStruct((4, 8, 2, 16, 256), stored)
+
+    def write(pool, k, v, block, slot):
+        return write_kv(pool, None, 1, k, v, block, slot, kv_dtype=dtype)
+
+    def copy(pool, source, target):
+        return copy_blocks(pool, None, source, target)
+
+    def scatter(pool, ids, values):
+        return scatter_blocks(pool, None, ids, values)
+
+    for run, args in ((write, (rows, rows, ids, ids)), (copy, (ids, ids)), (scatter, (ids, blocks))):
+        assert_in_place(compile_for(target, run, pool, *args, donate=(0,)), pool)
+    gathered = compile_for(target, lambda pool, ids: gather_blocks(pool, None, ids), pool, ids)
+    assert not gathered.copies_of(pool.shape)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_that_copies_the_pool_is_caught(target):
+    """Negative control: two different pools as results need a second one in memory."""
+    pool = jax.ShapeDtypeStruct((4, 4096, 2, 16, 256), storage_dtype("bfloat16", platform(target)))
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8, 2, 128), jnp.float32)
+
+    def write_twice(pool, k, block, slot):
+        first, _ = write_kv(pool, None, 1, k, k, block, slot, kv_dtype="bfloat16")
+        return first, write_kv(first, None, 2, k, k, block, slot, kv_dtype="bfloat16")
+
+    compiled = compile_for(target, write_twice, pool, rows, ids, ids, donate=(0,))
+    with pytest.raises(AssertionError):
+        assert_in_place(compiled, pool)
