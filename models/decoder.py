@@ -202,8 +202,9 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.layers)
 
         def layer(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
+            hidden, cache = carry
             state, info = scanned
-            return nnx.merge(graph, state)(*carry, info, step, rope, slots), None
+            return nnx.merge(graph, state)(hidden, cache, info, step, rope, slots), None
 
         (x, cache), _ = lax.scan(layer, (x, cache), (stacked, self._layer_info()))
         return x, cache

@@ -1,6 +1,7 @@
 """A tensor inside a checkpoint file, read by rows: what the loaders of all file formats share."""
 
 import dataclasses
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +56,8 @@ class TensorRef:
         return self.decode(raw).reshape(stop - start, *self.shape[1:])
 
 
-def _fill(file, raw: np.ndarray, tensor: TensorRef) -> None:
-    view = memoryview(raw)
+def _fill(file: io.RawIOBase, raw: np.ndarray, tensor: TensorRef) -> None:
+    view = raw.data
     while len(view):
         count = file.readinto(view)
         if not count:

@@ -1,6 +1,7 @@
 """The device's view of one step: fixed shapes, filled in from the scheduled chunks."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,8 @@ from pagedjax.models.decoder import StepInput
 from pagedjax.scheduler import ScheduledChunk
 
 FROM_STATE = -1  # a token id that the device takes from its own state
-
+_MAX_INT32 = np.iinfo(np.int32).max
+_MAX_TEMPERATURE = 1e30  # all tokens alike; the inverse of much larger ones is no normal float32
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +66,23 @@ def build_batch(
 
     `no_slot`: a slot index out of range. No chunks gives a batch of padding, for warm-up.
     """
-    lengths = np.zeros(num_seqs, np.int32)
-    lengths[: len(chunks)] = [chunk.num_tokens for chunk in chunks]
-    query_start = np.zeros(num_seqs + 1, np.int32)
+    lengths = [chunk.num_tokens for chunk in chunks] + [0] * (num_seqs - len(chunks))
+    query_start = _full(num_seqs + 1, np.int32)
     np.cumsum(lengths, out=query_start[1:])
-    token_ids = np.zeros(num_tokens, np.int32)
-    positions = np.zeros(num_tokens, np.int32)
-    context_lens = np.zeros(num_seqs, np.int32)
-    block_tables = np.zeros((num_groups, num_seqs, table_width), np.int32)
-    slots = np.full(num_seqs, no_slot, np.int32)
-    token_slots = np.zeros(num_seqs, np.int32)
+    token_ids = _full(num_tokens, np.int32)
+    positions = _full(num_tokens, np.int32)
+    context_lens = _full(num_seqs, np.int32)
+    block_tables = _full((num_groups, num_seqs, table_width), np.int32)
+    slots = _full(num_seqs, np.int32, no_slot)
+    token_slots = _full(num_seqs, np.int32)
     sampling = SamplingInput(
-        temperature=np.zeros(num_seqs, np.float32),
-        top_k=np.zeros(num_seqs, np.int32),
-        top_p=np.ones(num_seqs, np.float32),
-        seed=np.zeros((num_seqs, 2), np.uint32),
-        position=np.zeros(num_seqs, np.int32),
-        wants_logprobs=np.zeros(num_seqs, bool),
-    )  # type: ignore[arg-type]  # numpy until the step is dispatched
+        temperature=_full(num_seqs, np.float32),
+        top_k=_full(num_seqs, np.int32),
+        top_p=_full(num_seqs, np.float32, 1),
+        seed=_full((num_seqs, 2), np.uint32),
+        position=_full(num_seqs, np.int32),
+        wants_logprobs=_full(num_seqs, np.bool_),
+    )
     for s, chunk in enumerate(chunks):
         request, rows = chunk.request, slice(query_start[s], query_start[s + 1])
         decodes = chunk.start >= len(request.prompt_token_ids)
@@ -95,14 +96,19 @@ def build_batch(
         if chunk.samples:
             slots[s] = request.slot
             _fill_sampling(sampling, s, chunk)
-    step = StepInput(positions, query_start, context_lens, block_tables)  # type: ignore[arg-type]
-    return Batch(token_ids, step, slots, token_slots, sampling)  # type: ignore[arg-type]
+    step = StepInput(positions, query_start, context_lens, block_tables)
+    return Batch(token_ids, step, slots, token_slots, sampling)
 
 
-def _fill_sampling(sampling: SamplingInput, s: int, chunk: ScheduledChunk) -> None:
+def _full(shape: int | tuple[int, ...], dtype: type, value: float = 0) -> Any:
+    """A numpy array; it stands for a `jax.Array` until the step is dispatched, hence Any."""
+    return np.full(shape, value, dtype)
+
+
+def _fill_sampling(sampling: Any, s: int, chunk: ScheduledChunk) -> None:
     request = chunk.request
-    sampling.temperature[s] = request.params.temperature
-    sampling.top_k[s] = request.params.top_k
+    sampling.temperature[s] = min(request.params.temperature, _MAX_TEMPERATURE)
+    sampling.top_k[s] = min(request.params.top_k, _MAX_INT32)
     sampling.top_p[s] = request.params.top_p
     sampling.seed[s] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
     sampling.position[s] = chunk.end

@@ -105,7 +105,9 @@ def _print_speed(outputs: list[RequestOutput]) -> None:
     end = max(o.metrics.finished or 0.0 for o in outputs)
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
-    line = f"{prompt_tokens} prompt tokens, first token after {first - start:.2f} s (compile included)"
+    line = (
+        f"{prompt_tokens} prompt tokens, first token after {first - start:.2f} s (compile included)"
+    )
     if tokens > len(outputs):
         line += f", {tokens} new tokens, {(tokens - len(outputs)) / (end - first):.1f} tokens/s"
     print(line, file=sys.stderr)

@@ -58,6 +58,7 @@ class EngineConfig:
             enough,
             f"at least max_num_seqs, {self.max_num_seqs}, so that every request can decode",
         )
+        self._require("seed", self.seed >= 0, "at least 0")
         self._require("memory_utilization", 0 < self.memory_utilization <= 1, "in (0, 1]")
         for name in ("dtype", "kv_cache_dtype"):
             self._require(name, getattr(self, name) in get_args(Dtype), f"one of {get_args(Dtype)}")

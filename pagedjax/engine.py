@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from pagedjax.block_pool import BlockPool
 from pagedjax.config import EngineConfig
 from pagedjax.detokenizer import IncrementalDetokenizer
-from pagedjax.errors import ConfigError, InvalidRequestError
+from pagedjax.errors import ConfigError, InvalidRequestError, TokenizerError
 from pagedjax.memory import default_num_blocks
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params
@@ -58,9 +59,11 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.limits = _limits(model, config)
         device = jax.devices()[0]
-        kv_dtype = jnp.dtype(model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+        kv_dtype = jnp.dtype(
+            model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        )
         num_blocks = config.num_blocks or default_num_blocks(
-            model, self.limits, kv_dtype, device, config.memory_utilization
+            model, self.limits, kv_dtype, device.memory_stats(), config.memory_utilization
         )
         state = init_state(
             model,
@@ -188,7 +191,10 @@ class LLMEngine:
                 raise InvalidRequestError("a text prompt needs a tokenizer; give token ids")
             if not prompt:
                 raise InvalidRequestError("the prompt is empty; it must have at least 1 token")
-            prompt = self.tokenizer.encode(prompt)
+            try:
+                prompt = self.tokenizer.encode(prompt)
+            except TokenizerError as error:
+                raise InvalidRequestError(str(error)) from error
         if not len(prompt):
             raise InvalidRequestError("the prompt is empty; it must have at least 1 token")
         limit = self.limits.max_model_len
@@ -199,6 +205,8 @@ class LLMEngine:
             )
         vocab = self.model.vocab_size
         for token_id in prompt:
+            if not isinstance(token_id, Integral):
+                raise InvalidRequestError(f"token id {token_id!r} is not an integer")
             if not 0 <= token_id < vocab:
                 raise InvalidRequestError(f"token id {token_id} is not in [0, {vocab})")
         return [int(token_id) for token_id in prompt]

@@ -1,7 +1,9 @@
 """`LLM`: load a model, generate for many prompts."""
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
@@ -92,10 +94,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one text, one list of token ids, or many of either."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], Integral) else items
 
 
 def _refused(prompt: Prompt, error: InvalidRequestError) -> RequestOutput:

@@ -1,20 +1,24 @@
 """From the name of a model to its configuration, parameters and tokenizer."""
 
+import contextlib
 import dataclasses
 import hashlib
+import tempfile
 from pathlib import Path
 
 import jax
 
 from pagedjax.config import EngineConfig
 from pagedjax.demo import GEMMA_3_270M, demo_model_path
-from pagedjax.errors import ModelNotFoundError, TokenizerError
-from pagedjax.models.checkpoint import load_gguf, load_hf, restore_params, save_params
+from pagedjax.errors import ModelNotFoundError
+from pagedjax.models.checkpoint import load_gguf, load_hf
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params
+from pagedjax.models.saved_params import restore_params, save_params
 from pagedjax.tokenizer import Tokenizer
 
 _FORMAT = "1"  # of converted checkpoints in the cache; raise it when the parameters change shape
+_PARAMS, _TOKENIZER = "params", "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +50,31 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
     if config.cache_dir is None:
         return _convert(path, dtype, platform)
     kept = Path(config.cache_dir) / _fingerprint(path, dtype, platform)
-    if not kept.exists():
-        loaded = _convert(path, dtype, platform)
+    if kept.exists():
+        return _restore(kept, platform)
+    loaded = _convert(path, dtype, platform)
+    _keep(loaded, kept, platform)
+    return loaded
+
+
+def _restore(kept: Path, platform: str) -> LoadedModel:
+    decoder, params = restore_params(kept / _PARAMS, platform)
+    tokenizer = kept / _TOKENIZER
+    return LoadedModel(
+        decoder, params, Tokenizer.from_directory(tokenizer) if tokenizer.exists() else None
+    )
+
+
+def _keep(loaded: LoadedModel, kept: Path, platform: str) -> None:
+    """Save under a name of our own, then rename: what is found under `kept` is always whole."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as partial:
+        whole = Path(partial) / kept.name
         if loaded.tokenizer is not None:
-            loaded.tokenizer.save(kept / "tokenizer")
-        # Last, and atomic: its presence says that the rest is complete.
-        save_params(kept / "params", loaded.config, loaded.params)
-        return loaded
-    decoder, params = restore_params(kept / "params", platform=platform)
-    tokenizer_dir = kept / "tokenizer"
-    tokenizer = Tokenizer.from_directory(tokenizer_dir) if tokenizer_dir.exists() else None
-    return LoadedModel(decoder, params, tokenizer)
+            loaded.tokenizer.save(whole / _TOKENIZER)
+        save_params(whole / _PARAMS, loaded.config, loaded.params, platform)
+        with contextlib.suppress(OSError):  # another process was faster
+            whole.rename(kept)
 
 
 def _convert(path: Path, dtype: str | None, platform: str) -> LoadedModel:

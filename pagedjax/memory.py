@@ -1,6 +1,5 @@
 """How large the pool may be."""
 
-import jax
 import numpy as np
 
 from pagedjax.errors import ConfigError
@@ -20,16 +19,19 @@ def default_num_blocks(
     model: DecoderConfig,
     limits: SchedulerConfig,
     kv_dtype: np.dtype,
-    device: jax.Device,
+    memory_stats: dict[str, int] | None,
     memory_utilization: float,
 ) -> int:
     """Blocks that fit in free memory, and no more than all requests at full length could use.
+
+    `memory_stats`: what the accelerator says of itself (`jax.Device.memory_stats`); None on CPU,
+    where the pool gets half of what is free, up to 4 GiB.
 
     Raises:
       ConfigError: not even one block a KV group fits.
     """
     size = block_bytes(model, limits.block_size, kv_dtype)
-    budget = _pool_budget(device, memory_utilization)
+    budget = _pool_budget(memory_stats, memory_utilization)
     most = limits.max_num_seqs * limits.num_groups * limits.table_width
     blocks = min(budget // size, most)
     if blocks < limits.num_groups:
@@ -40,17 +42,15 @@ def default_num_blocks(
     return blocks + 1  # the null block
 
 
-def _pool_budget(device: jax.Device, memory_utilization: float) -> int:
-    if device.platform == "cpu":
+def _pool_budget(memory_stats: dict[str, int] | None, memory_utilization: float) -> int:
+    if memory_stats is None:
         return min(_CPU_POOL_BYTES, _free_host_memory() // 2)
-    stats = device.memory_stats()
-    if stats is None:
-        raise ConfigError(f"{device} does not report its free memory; give num_blocks")
-    return max(0, int(stats["bytes_limit"] * memory_utilization) - stats["bytes_in_use"])
+    usable = int(memory_stats["bytes_limit"] * memory_utilization)
+    return max(0, usable - memory_stats["bytes_in_use"])
 
 
 def _free_host_memory() -> int:
-    """Bytes that a new process could use without swapping; half of a guess where unknown."""
+    """Bytes that a new process could use without swapping; a guess where the system cannot say."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

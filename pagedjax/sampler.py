@@ -80,7 +80,9 @@ def _logprobs(logits: jax.Array, token_ids: jax.Array, width: int) -> tuple:
 
 def _sample_randomly(logits: jax.Array, sampling: SamplingInput) -> jax.Array:
     """Gumbel-max sampling (Gumbel, 1954) from the scaled and cut distribution; i32[S]."""
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    # The largest becomes 0 first, so that no temperature, however small, makes it infinite.
+    scaled = logits - logits.max(-1, keepdims=True)
+    scaled = scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
     cuts = (sampling.top_k > 0) | (sampling.top_p < 1)
     scaled = lax.cond(cuts.any(), _cut, lambda x, _: x, scaled, sampling)
     noise = jax.vmap(_gumbel, (0, 0, None))(sampling.seed, sampling.position, logits.shape[1])
@@ -101,7 +103,8 @@ def _cut(scaled: jax.Array, sampling: SamplingInput) -> jax.Array:
     keep = keys >= _threshold(keys, ones[None, None], k.astype(jnp.float32))[:, None]
     weights = jnp.where(keep, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
     mass = sampling.top_p * weights.sum(-1)
-    nucleus = keys >= _threshold(keys, weights, mass)[:, None]
+    # A mass that rounds to 0 is reached by no token at all; the likeliest one always stays.
+    nucleus = keys >= jnp.minimum(_threshold(keys, weights, mass), keys.max(-1))[:, None]
     keep &= nucleus | (sampling.top_p >= 1)[:, None]
     return jnp.where(keep, scaled, -jnp.inf)
 

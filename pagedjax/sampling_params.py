@@ -1,10 +1,13 @@
 """What a request asks of the sampler."""
 
 import dataclasses
+from collections.abc import Iterable
+from numbers import Integral, Real
 
 from pagedjax.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+_OPTIONAL = ("seed", "logprobs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._normalize()
         self._require("max_tokens", self.max_tokens >= 1, "at least 1")
         self._require("temperature", 0 <= self.temperature < float("inf"), "finite and at least 0")
         self._require("top_k", self.top_k >= 0, "at least 0 (0: all)")
@@ -46,6 +49,21 @@ class SamplingParams:
         self._require("seed", in_range, "in [0, 2**63)")
         in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         self._require("logprobs", in_range, f"in [0, {MAX_LOGPROBS}]")
+
+    def _normalize(self) -> None:
+        """Refuse values of a wrong type; integers of any kind (numpy's too) become plain ints."""
+        for name in ("temperature", "top_p"):
+            self._require(name, isinstance(getattr(self, name), Real), "a number")
+        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                self._require(name, isinstance(value, Integral), "an integer")
+                object.__setattr__(self, name, int(value))
+            self._require(name, value is not None or name in _OPTIONAL, "an integer")
+        self._require("stop_token_ids", isinstance(self.stop_token_ids, Iterable), "integers")
+        ids = tuple(self.stop_token_ids)
+        self._require("stop_token_ids", all(isinstance(i, Integral) for i in ids), "integers")
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
 
     def _require(self, name: str, ok: bool, limit: str) -> None:
         if not ok:

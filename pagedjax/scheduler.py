@@ -109,9 +109,7 @@ class Scheduler:
             self.pool.free(table[: request.num_blocks].tolist())
         request.block_tables, request.num_blocks = None, 0
 
-    def _schedule_chunk(
-        self, request: Request, budget: int, chunks: list[ScheduledChunk]
-    ) -> int:
+    def _schedule_chunk(self, request: Request, budget: int, chunks: list[ScheduledChunk]) -> int:
         """Append the request's next chunk of at most `budget` tokens; returns its tokens."""
         start = request.num_computed_tokens
         chunk = ScheduledChunk(request, start, min(request.num_tokens - start, budget))
@@ -134,15 +132,15 @@ class Scheduler:
         if not self._free_slots:
             return False
         promised = sum(
-            self._worst_case_blocks(r) - r.num_blocks * self.config.num_groups
-            for r in self.running
+            self._worst_case_blocks(r) - r.num_blocks * self.config.num_groups for r in self.running
         )
         return self._worst_case_blocks(request) <= self.pool.num_free - promised
 
     def _worst_case_blocks(self, request: Request) -> int:
         """Blocks of all groups when the request runs to its end; the last token is never stored."""
-        length = len(request.prompt_token_ids) + request.params.max_tokens - 1
-        return self.config.num_groups * self._blocks_for(min(length, self.config.max_model_len))
+        length = len(request.prompt_token_ids) + request.params.max_tokens
+        stored = min(length, self.config.max_model_len) - 1
+        return self.config.num_groups * self._blocks_for(stored)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -13,7 +13,7 @@ from pallas_kernels.reference import reference_attention
 from pallas_kernels.xla_attention import xla_attention
 
 Implementation = Literal["xla", "reference"]
-_NO_WINDOW = np.int32(2**30)  # wider than any context
+_NO_WINDOW = 2**30  # wider than any context
 
 
 def paged_attention(
@@ -58,7 +58,9 @@ def paged_attention(
     _check_shapes(q, pool, sinks, batch)
     kv_dtype = pool.dtype if kv_dtype is None else jnp.dtype(kv_dtype)
     if jnp.issubdtype(kv_dtype, jnp.integer):
-        raise ValueError(f"kv_dtype {kv_dtype} is not a float dtype: say which values it stands for")
+        raise ValueError(
+            f"kv_dtype {kv_dtype} is not a float dtype: say which values it stands for"
+        )
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation {implementation!r}: one of {get_args(Implementation)}")
     if implementation == "reference":

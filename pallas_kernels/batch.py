@@ -1,4 +1,4 @@
-"""Which query rows belong to which sequence, and where each row's key and value live in the pool."""
+"""Which rows belong to which sequence, and where each row's key and value live in the pool."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class RaggedBatch:
     Attributes:
       query_start: i32[S + 1], ascending from 0; rows from `query_start[S]` on are padding.
       context_lens: i32[S], tokens of each sequence in the pool, this step's rows included.
-      block_tables: i32[S, B], physical block of each logical block; 0 (the null block) where unused.
+      block_tables: i32[S, B], physical block of each logical block; the null block 0 where unused.
     """
 
     query_start: jax.Array

@@ -2,8 +2,8 @@
 
 Pool layout: `pool[Lg, P, KVH, T, 2 * D]` with K in lanes `:D` and V in lanes `D:`; `Lg` layers of a
 KV group, `P` physical blocks, `T` tokens a block. All functions update a donated or carried pool in
-place. Every indexed axis is an explicit index, so that the scattered window is one contiguous row or
-block: XLA:TPU keeps the pool's layout only in this form.
+place. Every indexed axis is an explicit index, so that the scattered window is one contiguous row
+or block: XLA:TPU keeps the pool's layout only in this form.
 
 `scales` belongs to quantized pools and passes through as None for the others.
 """
@@ -51,9 +51,7 @@ def write_kv(
     return pool.at[layer, block[:, None], head[None], slot[:, None]].set(rows, mode="drop"), scales
 
 
-def gather_blocks(
-    pool: jax.Array, scales: Scales, blocks: jax.Array
-) -> tuple[jax.Array, Scales]:
+def gather_blocks(pool: jax.Array, scales: Scales, blocks: jax.Array) -> tuple[jax.Array, Scales]:
     """Read whole blocks of every layer: `blocks` i32[M] -> ([Lg, M, KVH, T, 2 * D], scales)."""
     layer = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None]
     return pool[layer, blocks[None]], scales

@@ -1,4 +1,4 @@
-"""The oracle: paged attention and KV writes in float64 numpy, one row at a time, written to be obvious."""
+"""The oracle: paged attention in float64 numpy, one row at a time, written to be obvious."""
 
 import numpy as np
 

@@ -2,7 +2,8 @@
 
 XLA:CPU widens a whole bf16, f16 or fp8 array when it is sliced, gathered or scattered inside a
 loop, which costs 10 to 100 times the work. Arrays that live in a loop on CPU (the pool, the stacked
-weights) are therefore kept as unsigned bits of the same width, and only the slice in use is bitcast.
+weights) are therefore kept as unsigned bits of the same width, and only the slice in use is
+bitcast.
 Elsewhere values are stored as they are.
 """
 
@@ -15,7 +16,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
-    """dtype in which an array of `dtype` values is kept on `platform` ("cpu", "gpu", "tpu", ...)."""
+    """dtype in which an array of `dtype` values is kept on `platform`: "cpu", "gpu" or "tpu"."""
     dtype = jnp.dtype(dtype)
     narrow_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.dtype(_BITS[dtype.itemsize]) if platform == "cpu" and narrow_float else dtype

@@ -9,11 +9,11 @@ The work is cut in query tiles of ONE sequence: a tile of `R` rows loops over th
 blocks, `pages` at a time, from the first inside its window to the one that holds its last position,
 with the running maximum and sum of an online softmax (Milakov and Gimelshein, arXiv:1805.02867;
 Dao et al., arXiv:2205.14135). Decodes are tiles of one row. No tokens-by-keys matrix exists, no
-sequence pays for another's length, and trip counts are dynamic, so one compiled program serves every
-mix of chunks and decodes.
+sequence pays for another's length, and trip counts are dynamic, so one compiled program serves
+every mix of chunks and decodes.
 """
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -84,8 +84,8 @@ def xla_attention(
         out,
         batch,
         is_decode,
-        cpu=lambda *args: _loop_over_tiles(call, *args, 1, _DECODE_KEYS),
-        default=lambda *args: _decode_together(call, *args),
+        cpu=functools.partial(_loop_over_tiles, call, tile_rows=1, keys_per_step=_DECODE_KEYS),
+        default=functools.partial(_decode_together, call),
     )
     return out[:num_rows]
 
@@ -128,7 +128,7 @@ def _decode_together(
     row = jnp.where(is_decode, batch.query_start[:-1], len(out))
     end = jnp.where(is_decode, batch.context_lens, 0)
     tile = q.at[row].get(mode="fill", fill_value=0)[:, None]
-    attend: Callable = lambda *args: _attend_tile(call, pages, *args)  # noqa: E731
+    attend = functools.partial(_attend_tile, call, pages)
     tile = jax.vmap(attend)(tile, jnp.maximum(end - 1, 0), end, tables)
     return out.at[row].set(tile[:, 0], mode="drop")
 
@@ -140,7 +140,7 @@ def _attend_tile(
 
     Args:
       pages: blocks a loop step reads.
-      q: f32[R, H, D], rows at positions `position, position + 1, ...`; those from `end` on are padding.
+      q: f32[R, H, D], rows at positions `position, position + 1, ...`; from `end` on, padding.
       end: i32, one past the tile's last position; 0 for an empty tile, whose result is zero.
       table: i32[B], B a multiple of `pages`.
 
@@ -188,7 +188,7 @@ def _attend_tile(
 
 
 def _load(call: _Call, blocks: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V, each [KVH, keys, D], of `blocks`; zero where not `written`, as those may hold NaN."""
+    """K and V, [KVH, keys, D] each; zero where not `written`, as a recycled block may hold NaN."""
     kv_heads, block_size, width = call.pool.shape[2:]
     kv = from_storage(call.pool[call.layer, blocks], call.kv_dtype)
     kv = kv.transpose(1, 0, 2, 3).reshape(kv_heads, len(blocks) * block_size, width)

@@ -1,7 +1,7 @@
 """Write the golden checkpoints of `tests/goldens`: tiny random models and what they compute.
 
 Each has `config.json` and safetensors as Transformers saves them, and `golden.npz` with one prompt
-(`token_ids` i32[N]) and the logits Transformers computes for it in float32 (`logits` f32[N, vocab]).
+(`token_ids` i32[N]) and the float32 logits Transformers computes for it (`logits` f32[N, vocab]).
 Norms and biases are random too, so that a wrong one shows. Needs torch and transformers, which are
 no dependencies of pagedjax; run it only to add or change a golden.
 """
@@ -17,7 +17,7 @@ import torch
 import transformers
 
 VOCAB = 96
-PROMPT = 45  # tokens: longer than every window and original context below
+PROMPT = 45  # tokens: longer than every window below
 SHARED = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -75,9 +75,13 @@ GOLDENS = {
     ),
     "llama_linear_rope": Golden("llama", rope("linear", factor=2.5)),
     "llama_yarn_rope": Golden(
-        "llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)
+        "llama",
+        {
+            "max_position_embeddings": 4096,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=1024),
+        },
     ),
-    "llama_sharded": Golden("llama", {"num_key_value_heads": 4, "head_dim": 8}, shard_size=40_000),
+    "llama_sharded": Golden("llama", {"num_key_value_heads": 4, "head_dim": 8}, shard_size=60_000),
     "llama_tied": Golden("llama", {"tie_word_embeddings": True, "num_hidden_layers": 3}),
     "mistral": Golden("mistral", {"sliding_window": 12}, dtype=torch.float16),
     "qwen2": Golden("qwen2", {"num_attention_heads": 2, "use_sliding_window": False}),
@@ -110,16 +114,19 @@ def build(golden: Golden) -> transformers.PreTrainedModel:
 
 def write(name: str, golden: Golden, root: pathlib.Path) -> None:
     torch.manual_seed(sum(name.encode()))
-    model = build(golden)
     directory = root / name
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.iterdir():
         old.unlink()
-    model.save_pretrained(directory, max_shard_size=golden.shard_size or "1GB")
+    build(golden).save_pretrained(directory, max_shard_size=golden.shard_size or "1GB")
     (directory / "generation_config.json").unlink(missing_ok=True)
+    # Read back, not converted: `model.float()` would keep rope frequencies rounded to 16 bits.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     token_ids = torch.randint(VOCAB, (PROMPT,))
     with torch.no_grad():
-        logits = model.float()(token_ids[None]).logits[0]
+        logits = model(token_ids[None]).logits[0]
     arrays = {"token_ids": token_ids.numpy().astype(np.int32), "logits": logits.numpy()}
     np.savez_compressed(directory / "golden.npz", allow_pickle=False, **arrays)
     size = sum(file.stat().st_size for file in directory.iterdir())

@@ -58,18 +58,22 @@ def plain(
         attn_scale=head_dim**-0.5,
         norm_eps=fields.number("rms_norm_eps"),
         activation=fields.choice(act, _ACTIVATIONS),
-        tie_embeddings=bool(fields.take("tie_word_embeddings", False)),
+        tie_embeddings=fields.switch("tie_word_embeddings"),
     )
 
 
-def layer_windows(fields: Fields, layer_types: Iterable[str], window: int) -> tuple[int, ...]:
-    """The window of each layer; `window` 0: the model has none."""
+def layer_windows(
+    fields: Fields, layer_types: Iterable[str], window: int | None
+) -> tuple[int, ...]:
+    """The window of each layer; `window` None: the model has none."""
     windows = {"full_attention": NO_WINDOW, "sliding_attention": window}
+    chosen = []
     for kind in layer_types:
         if kind not in windows:
             raise ConfigError(
                 f"{fields.where}: 'layer_types' has {kind!r}; supported are {', '.join(windows)}"
             )
-        if not windows[kind]:
+        if windows[kind] is None:
             raise ConfigError(f"{fields.where}: 'layer_types' has {kind!r} but there is no window")
-    return tuple(windows[kind] for kind in layer_types)
+        chosen.append(windows[kind])
+    return tuple(chosen)

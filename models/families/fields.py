@@ -1,5 +1,6 @@
 """Reading a foreign configuration without overlooking anything that changes the computation."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,20 +32,45 @@ class Fields:
         return default
 
     def integer(self, key: str, default: Any = _REQUIRED) -> int:
-        value = self.take(key, default)
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole:
-            raise ConfigError(f"{self.where}: {key!r} is {value!r}; it must be a whole number")
-        return int(value)
+        """A whole number of at least 1."""
+        number = self.number(key, default)
+        if not number.is_integer():
+            raise ConfigError(f"{self.where}: {key!r} is {number}; it must be a whole number")
+        return int(number)
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
+        """A positive number."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {key!r} is {value!r}; it must be a number")
+        if not _is_number(value) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.where}: {key!r} is {value!r}; it must be a positive number")
         return float(value)
 
+    def optional_integer(self, key: str) -> int | None:
+        """Null, absent and 0 mean None."""
+        return None if self._is_off(key) else self.integer(key)
+
     def optional_number(self, key: str) -> float | None:
-        return None if self._values.get(key) is None else self.number(key)
+        """Null, absent and 0 mean None."""
+        return None if self._is_off(key) else self.number(key)
+
+    def _is_off(self, key: str) -> bool:
+        value = self._values.get(key)
+        off = value is None or (_is_number(value) and value == 0)
+        if off:
+            self._values.pop(key, None)
+        return off
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {key!r} is {value!r}; it must be true or false")
+        return value
+
+    def names(self, key: str, default: list[str]) -> list[str]:
+        value = self.take(key, default)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{self.where}: {key!r} is {value!r}; it must be a list of names")
+        return value
 
     def table(self, key: str) -> dict[str, Any]:
         """A nested mapping; empty if absent."""
@@ -79,3 +105,7 @@ class Fields:
                     f"{self.where}: {key!r} is {value!r}, which is not supported here; if it does "
                     "not change what the model computes, remove it from the configuration"
                 )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

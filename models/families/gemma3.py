@@ -40,10 +40,10 @@ def gemma3(fields: Fields) -> DecoderConfig:
         "sliding_attention" if (i + 1) % every else "full_attention"
         for i in range(config.num_layers)
     ]
-    kinds = fields.take("layer_types", kinds)
+    kinds = fields.names("layer_types", kinds)
     return dataclasses.replace(
         config,
-        windows=layer_windows(fields, kinds, fields.integer("sliding_window", 0)),
+        windows=layer_windows(fields, kinds, fields.optional_integer("sliding_window")),
         ropes=ropes,
         rope_of_layer=tuple(int(kind == "sliding_attention") for kind in kinds),
         attn_scale=fields.number("query_pre_attn_scalar") ** -0.5,

@@ -92,8 +92,8 @@ def _sizes(fields: Fields, tensors: GGUFTensors) -> dict[str, Any]:
 
 def _rope(fields: Fields) -> dict[str, Any]:
     """Without a type, a factor means linear scaling; a factor of 0 means none."""
-    old_factor = fields.number("rope.scale_linear", 0.0)
-    factor = fields.number("rope.scaling.factor", old_factor) or 1.0
+    old_factor = fields.optional_number("rope.scale_linear")
+    factor = fields.optional_number("rope.scaling.factor") or old_factor or 1.0
     kind = fields.take("rope.scaling.type", "linear" if factor != 1.0 else "none")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "none":

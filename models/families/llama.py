@@ -29,7 +29,7 @@ def llama(fields: Fields) -> DecoderConfig:
 
 def mistral(fields: Fields) -> DecoderConfig:
     config = llama(fields)
-    window = fields.take("sliding_window", None)
+    window = fields.optional_integer("sliding_window")
     if window is None:
         return config
     return dataclasses.replace(config, windows=(window,) * config.num_layers)

@@ -31,13 +31,13 @@ def qwen3(fields: Fields) -> DecoderConfig:
 def _qwen(fields: Fields) -> DecoderConfig:
     max_position = fields.integer("max_position_embeddings")
     config = plain(fields, model_rope(fields, max_position), max_position)
-    windowed = fields.take("use_sliding_window", False)
-    window = fields.integer("sliding_window", 0)
-    first = fields.integer("max_window_layers", config.num_layers)
-    kinds = (
+    windowed = fields.switch("use_sliding_window")
+    window = fields.optional_integer("sliding_window")
+    first = fields.optional_integer("max_window_layers") or 0
+    kinds = [
         "sliding_attention" if windowed and i >= first else "full_attention"
         for i in range(config.num_layers)
-    )
-    layer_types = fields.take("layer_types", list(kinds))
-    windows = layer_windows(fields, layer_types, window if windowed else 0)
+    ]
+    layer_types = fields.names("layer_types", kinds)
+    windows = layer_windows(fields, layer_types, window if windowed else None)
     return dataclasses.replace(config, windows=windows)

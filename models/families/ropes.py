@@ -68,7 +68,7 @@ def _yarn(fields: Fields, theta: float, max_position: int) -> RopeConfig:
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
         attention_factor=attention_factor,
-        truncate=bool(fields.take("truncate", True)),
+        truncate=fields.switch("truncate", True),
     )
 
 

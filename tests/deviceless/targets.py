@@ -1,4 +1,4 @@
-"""Real TPU and GPU compilers on a machine that has neither: compile for a chip by its description."""
+"""The real TPU and GPU compilers on a machine that has neither, for chips by description."""
 
 import dataclasses
 import functools

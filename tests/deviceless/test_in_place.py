@@ -92,7 +92,11 @@ def test_block_operations_work_in_place(target, dtype):
     def scatter(pool, ids, values):
         return scatter_blocks(pool, None, ids, values)
 
-    for run, args in ((write, (rows, rows, ids, ids)), (copy, (ids, ids)), (scatter, (ids, blocks))):
+    for run, args in (
+        (write, (rows, rows, ids, ids)),
+        (copy, (ids, ids)),
+        (scatter, (ids, blocks)),
+    ):
         assert_in_place(compile_for(target, run, pool, *args, donate=(0,)), pool)
     gathered = compile_for(target, lambda pool, ids: gather_blocks(pool, None, ids), pool, ids)
     assert not gathered.copies_of(pool.shape)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pallas_kernels.random_batch import RandomCase, random_case
 
 from pallas_kernels import paged_attention, storage_dtype, to_storage
 from pallas_kernels.reference import reference_attention
+from tests.pallas_kernels.random_batch import RandomCase, random_case
 
 
 def oracle(case: RandomCase, layer: int, **options) -> np.ndarray:
@@ -112,9 +112,7 @@ def test_a_traced_layer_and_window_under_jit():
         )
     )
     got = run(case.q, case.pool, jnp.int32(1), jnp.int32(6))
-    np.testing.assert_allclose(
-        got, oracle(case, 1, sm_scale=0.25, window=6), rtol=2e-5, atol=2e-5
-    )
+    np.testing.assert_allclose(got, oracle(case, 1, sm_scale=0.25, window=6), rtol=2e-5, atol=2e-5)
 
 
 def test_the_reference_implementation_runs_under_jit():

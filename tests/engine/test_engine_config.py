@@ -1,0 +1,74 @@
+"""Engine settings are checked where they are made, and against the model."""
+
+from typing import Any
+
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine import LLMEngine
+from pagedjax.errors import ConfigError
+
+from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_params
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("block_size", 0, r"in \[1, 1024\]"),
+        ("block_size", 1025, r"in \[1, 1024\]"),
+        ("num_blocks", 1, "at least 2"),
+        ("num_blocks", 0, "at least 2"),
+        ("max_model_len", 1, "at least 2"),
+        ("max_model_len", 0, "at least 2"),
+        ("max_num_seqs", 0, "at least 1"),
+        ("max_num_batched_tokens", 31, "at least max_num_seqs, 32"),
+        ("memory_utilization", 0.0, r"in \(0, 1\]"),
+        ("memory_utilization", 1.5, r"in \(0, 1\]"),
+        ("memory_utilization", float("nan"), r"in \(0, 1\]"),
+        ("seed", -1, "at least 0"),
+        ("dtype", "float64", "one of .*'bfloat16'"),
+        ("kv_cache_dtype", "int3", "one of .*'bfloat16'"),
+        ("attention", "magic", "one of .*'xla'"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_value_and_the_limit(
+    name: str, value: Any, limit: str
+) -> None:
+    with pytest.raises(ConfigError, match=limit) as caught:
+        EngineConfig(**{name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r}; it must be ")
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    EngineConfig(
+        block_size=1, num_blocks=2, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1
+    )
+    EngineConfig(block_size=1024, memory_utilization=1.0, seed=2**70)
+
+
+def test_max_model_len_may_not_exceed_the_model_and_defaults_to_it() -> None:
+    assert tiny_engine(max_model_len=None).limits.max_model_len == MAX_POSITION
+    assert tiny_engine(max_model_len=MAX_POSITION).limits.max_model_len == MAX_POSITION
+    with pytest.raises(ConfigError, match=f"is {MAX_POSITION + 1}; .* for {MAX_POSITION} tokens"):
+        tiny_engine(max_model_len=MAX_POSITION + 1)
+
+
+def test_without_num_blocks_the_pool_holds_all_requests_at_full_length() -> None:
+    engine = tiny_engine(SLIDING, max_model_len=33, block_size=16, max_num_seqs=3)
+    assert engine.scheduler.pool.num_usable == 3 * 2 * 3  # requests, groups, blocks a table
+    assert engine.runner.state.cache.pool.shape[1] == 18 + 1
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "meant"), [("auto", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_the_pool_has_the_dtype_that_was_asked_for(kv_cache_dtype: Any, meant: str) -> None:
+    cache = tiny_engine(kv_cache_dtype=kv_cache_dtype).runner.state.cache
+    assert cache.dtype == meant
+    assert cache.pool.dtype.itemsize == cache.dtype.itemsize
+
+
+def test_an_engine_without_settings_takes_the_defaults() -> None:
+    engine = LLMEngine(UNIFORM, tiny_params(UNIFORM))
+    assert engine.config == EngineConfig()
+    assert engine.limits.max_model_len == MAX_POSITION

@@ -1,0 +1,77 @@
+"""Gemma 3 270M, real weights, against what transformers computed from the same file in float32."""
+
+import jax
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine import LLMEngine
+from pagedjax.llm import LLM
+from pagedjax.loader import LoadedModel, load_model
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling_params import SamplingParams
+
+NEW_TOKENS = 32
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=5)
+
+
+@pytest.fixture(scope="module")
+def gemma(gemma_gguf) -> LoadedModel:
+    return load_model(gemma_gguf, EngineConfig(dtype="float32"))
+
+
+def llm_of(gemma: LoadedModel, block_size: int, chunk: int) -> LLM:
+    config = EngineConfig(
+        dtype="float32",
+        max_model_len=WHOLE,
+        block_size=block_size,
+        max_num_seqs=min(8, chunk),
+        max_num_batched_tokens=chunk,
+    )
+    return LLM(LLMEngine(gemma.config, gemma.params, gemma.tokenizer, config))
+
+
+def assert_as_recorded(output: RequestOutput, case: dict) -> None:
+    completion = output.outputs[0]
+    assert list(output.prompt_token_ids) == case["prompt_ids"], case["name"]
+    assert list(completion.token_ids) == case["continuation_ids"][:NEW_TOKENS], case["name"]
+    assert completion.text == case["continuation_text"], case["name"]
+    first = completion.logprobs[0]
+    want = dict(map(tuple, case["top5_first"]))
+    got = dict(first.top)
+    assert got.keys() == want.keys(), case["name"]
+    np.testing.assert_allclose(
+        [got[token] for token in want], list(want.values()), atol=2e-3, err_msg=case["name"]
+    )
+    sampled = [logprobs.sampled for logprobs in completion.logprobs]
+    np.testing.assert_allclose(sampled, case["step_logprobs"][:NEW_TOKENS], atol=2e-3)
+
+
+WHOLE = 1024
+# Every block size and chunk once; their other pairs run in the second stage.
+FAST = {(8, 7), (16, WHOLE), (64, 64)}
+PAIRS = [
+    pytest.param(
+        block_size,
+        chunk,
+        marks=[] if (block_size, chunk) in FAST else pytest.mark.slow,
+        id=f"blocks of {block_size}, chunks of {chunk}",
+    )
+    for block_size in (8, 16, 64)
+    for chunk in (7, 64, WHOLE)
+]
+
+
+@pytest.mark.parametrize(("block_size", "chunk"), PAIRS)
+def test_every_prompt_as_recorded_alone_and_batched(gemma, parity_cases, block_size, chunk):
+    llm = llm_of(gemma, block_size, chunk)
+    cases = list(parity_cases.values())
+    prompts = [case["prompt"] for case in cases]
+    alone = [llm.generate(prompt, PARAMS)[0] for prompt in prompts]
+    together = llm.generate(prompts, PARAMS)
+    for outputs in (alone, together):
+        for output, case in zip(outputs, cases, strict=True):
+            assert_as_recorded(output, case)
+    llm.engine.scheduler.pool.check()
+    assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_usable
+    jax.clear_caches()
