@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import re
 from typing import Any
@@ -76,11 +77,19 @@ def _device(target: str) -> Any:
     if target == "cpu":
         return jax.devices("cpu")[0]
     if target == "h200":
-        pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the jax-cuda13 plugin")
+        _need("jax_plugins.xla_cuda13", "jax-cuda13-plugin")
         options = {"platform": "cuda", "target_config": _H200, "topology": "1x1x1"}
         return topologies.get_topology_desc("h200", **options).devices[0]
-    pytest.importorskip("libtpu", reason="needs jax[tpu]")
+    _need("libtpu", "jax[tpu]")
     return topologies.get_topology_desc(topology_name=TPUS[target], platform="tpu").devices[0]
+
+
+def _need(module: str, package: str) -> None:
+    """Skip without the compiler, unless `PAGEDJAX_REQUIRE_COMPILERS` says that it must be there."""
+    if importlib.util.find_spec(module) is None:
+        if os.environ.get("PAGEDJAX_REQUIRE_COMPILERS"):
+            pytest.fail(f"{package} is not installed")
+        pytest.skip(f"needs {package}")
 
 
 def platform(target: str) -> str:
