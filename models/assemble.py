@@ -7,11 +7,13 @@ and handed to the device. So loading needs the parameters, one stack and a small
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
@@ -23,6 +25,9 @@ from pagedjax.models.tensor_file import TensorRef
 _BUFFER = 2**19  # elements read at once
 _ALIGNMENT = 64  # bytes; XLA:CPU takes over a host buffer so aligned without copying it
 
+Path = tuple[str, ...]  # of a parameter in the tree
+Source = tuple[str, int | None, TensorRef]  # part, layer, tensor
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -30,13 +35,11 @@ class Checkpoint:
 
     Attributes:
       label: what messages call it, usually its path.
-      encodings: the supported element types, for messages.
     """
 
     label: str
     tensors: Mapping[str, TensorRef]
     names: TensorNames
-    encodings: str
 
 
 def assemble(config: DecoderConfig, checkpoint: Checkpoint, platform: str) -> Params:
@@ -46,44 +49,20 @@ def assemble(config: DecoderConfig, checkpoint: Checkpoint, platform: str) -> Pa
       CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unsupported type;
         all before anything is read.
     """
-    expected = abstract_params(config, platform)
-    plan = {path: _sources(path, config, checkpoint) for path in _paths(expected)}
+    expected: dict[Path, Any] = flatten_dict(abstract_params(config, platform))
+    plan = {path: _sources(path, config, checkpoint) for path in expected}
     _refuse_unknown(checkpoint, {ref.name for refs in plan.values() for *_, ref in refs})
     total = sum(ref.nbytes for refs in plan.values() for *_, ref in refs)
-    params: Params = {}
+    params = {}
     with progress_bar(f"Loading {checkpoint.label}", total) as advance:
         for path, sources in plan.items():
-            stack = _empty(_leaf(expected, path))
+            stack = _empty(expected[path])
             values = stack.view(_value_dtype(stack.dtype, config))
             for part, layer, ref in sources:
                 target = _place(config, part, values if layer is None else values[layer])
                 _fill(target, part, ref, config, checkpoint.names, advance)
-            _insert(params, path, _to_device(stack))
-    return params
-
-
-Path = tuple[str, ...]
-Source = tuple[str, int | None, TensorRef]  # part, layer, tensor
-
-
-def _paths(tree: Params, prefix: Path = ()) -> Iterator[Path]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _paths(value, (*prefix, name))
-        else:
-            yield (*prefix, name)
-
-
-def _leaf(tree: Params, path: Path) -> jax.ShapeDtypeStruct:
-    for name in path:
-        tree = tree[name]
-    return tree  # type: ignore[return-value]
-
-
-def _insert(tree: Params, path: Path, value: jax.Array) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
+            params[path] = _to_device(stack)
+    return unflatten_dict(params)
 
 
 def _sources(path: Path, config: DecoderConfig, checkpoint: Checkpoint) -> list[Source]:
@@ -112,7 +91,7 @@ def _find(
             f"{ref.file}: tensor {ref.name!r} has shape {ref.shape}; the configuration "
             f"wants {shape}"
         )
-    ref.check_decodable(checkpoint.encodings)
+    _ = ref.decoder  # complains now rather than halfway through
     return ref
 
 
@@ -171,14 +150,23 @@ def _fill(
             values = np.swapaxes(pairs, 1, 2)
         if part.endswith("norm") and names.norm_offset:
             values = values.astype(np.float32) + np.float32(names.norm_offset)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             piece[...] = values.reshape(piece.shape)
-        if piece.dtype == np.float16 and not np.isfinite(piece).all():
+        if not _all_finite(piece):
             raise CheckpointError(
-                f"{ref.file}: tensor {ref.name!r} has values beyond float16; load it as bfloat16 "
-                "or float32"
+                f"{ref.file}: tensor {ref.name!r} has values that are not finite in {piece.dtype}"
             )
         advance(ref.nbytes * len(piece) // len(target))
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """`np.isfinite(values).all()` on the bits, many times as fast for 16-bit floats.
+
+    Without their sign bit, exactly the finite numbers are below infinity.
+    """
+    bits = np.dtype(f"u{values.itemsize}")
+    infinity = np.array(np.inf, values.dtype).view(bits)
+    return bool((values.view(bits) & bits.type(2 ** (bits.itemsize * 8 - 1) - 1)).max() < infinity)
 
 
 def _refuse_unknown(checkpoint: Checkpoint, known: set[str]) -> None:

@@ -12,8 +12,8 @@ from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params
 from pagedjax.models.errors import CheckpointError
 from pagedjax.models.families import TensorNames, from_gguf, from_hf
-from pagedjax.models.gguf_file import GGUF_ENCODINGS, read_gguf
-from pagedjax.models.safetensors_file import SAFETENSORS_ENCODINGS, read_safetensors
+from pagedjax.models.gguf_file import read_gguf
+from pagedjax.models.safetensors_file import read_safetensors
 from pagedjax.models.tensor_file import TensorRef
 
 _SINGLE = "model.safetensors"
@@ -38,7 +38,7 @@ def load_hf(
     tensors = {names.canonical(n): ref for n, ref in _hf_tensors(directory).items()}
     if config.tie_embeddings:
         _drop_tied_head(tensors, names)
-    checkpoint = Checkpoint(str(directory), tensors, names, SAFETENSORS_ENCODINGS)
+    checkpoint = Checkpoint(str(directory), tensors, names)
     return config, assemble(config, checkpoint, platform or jax.default_backend())
 
 
@@ -57,10 +57,10 @@ def load_gguf(
     """
     gguf = read_gguf(file)
     splits = gguf.metadata.get("split.count", 1)
-    if splits > 1:
+    if splits not in (0, 1):
         raise CheckpointError(f"{file}: one of {splits} parts; merge them into one file first")
     config, names = from_gguf(gguf.metadata, gguf.tensors, dtype)
-    checkpoint = Checkpoint(str(file), gguf.tensors, names, GGUF_ENCODINGS)
+    checkpoint = Checkpoint(str(file), gguf.tensors, names)
     return config, assemble(config, checkpoint, platform or jax.default_backend())
 
 
@@ -90,8 +90,6 @@ def _drop_tied_head(tensors: dict[str, TensorRef], names: TensorNames) -> None:
     embed = tensors.get(names.of("embed", 0))
     if head is None or embed is None:
         return
-    for ref in (head, embed):
-        ref.check_decodable(SAFETENSORS_ENCODINGS)
     same = head.shape == embed.shape
     rows = head.shape[0] if same else 0
     step = max(1, 2**20 * rows // max(head.size, 1))

@@ -22,7 +22,7 @@ from pagedjax.models.tensor_file import TensorRef
 
 _T = GGMLQuantizationType
 _SUPPORTED = (_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q5_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K)
-GGUF_ENCODINGS = ", ".join(t.name for t in _SUPPORTED)
+_ENCODINGS = ", ".join(t.name for t in _SUPPORTED)
 
 _SCALARS = {
     0: "B",
@@ -182,7 +182,7 @@ class _Header:
         except ValueError:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has the unknown element type {code}; "
-                f"supported are {GGUF_ENCODINGS}"
+                f"supported are {_ENCODINGS}"
             ) from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block or 0 in shape:
@@ -192,7 +192,7 @@ class _Header:
             )
         nbytes = int(np.prod([int(n) for n in shape], dtype=object)) // block * block_bytes
         decode = functools.partial(_dequantize, kind=kind) if kind in _SUPPORTED else None
-        return TensorRef(name, self.path, offset, nbytes, shape, kind.name, decode)
+        return TensorRef(name, self.path, offset, nbytes, shape, kind.name, decode, _ENCODINGS)
 
 
 def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

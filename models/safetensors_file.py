@@ -21,7 +21,7 @@ _DTYPES = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(jnp.bfloat16),
 }
-SAFETENSORS_ENCODINGS = ", ".join(_DTYPES)
+_ENCODINGS = ", ".join(_DTYPES)
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -77,4 +77,4 @@ def _reference(path: Path, name: str, entry: Any, start: int, size: int) -> Tens
             f"{path}: tensor {name!r} of shape {shape} and dtype {encoding} has {end - begin} bytes"
         )
     decode = functools.partial(np.ndarray.view, dtype=dtype) if dtype is not None else None
-    return TensorRef(name, path, start + begin, end - begin, shape, encoding, decode)
+    return TensorRef(name, path, start + begin, end - begin, shape, encoding, decode, _ENCODINGS)

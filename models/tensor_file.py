@@ -18,6 +18,7 @@ class TensorRef:
     Attributes:
       encoding: the file format's name of the element type, e.g. "BF16" or "Q4_K".
       decode: u8[bytes] of whole rows -> flat floats; None: this encoding is not supported.
+      supported: the encodings of this file format that are, for messages.
     """
 
     name: str
@@ -27,22 +28,26 @@ class TensorRef:
     shape: tuple[int, ...]
     encoding: str
     decode: Callable[[np.ndarray], np.ndarray] | None
+    supported: str
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def check_decodable(self, supported: str) -> None:
+    @property
+    def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
+        """`decode`, or a CheckpointError."""
         if self.decode is None:
             raise CheckpointError(
                 f"{self.file}: tensor {self.name!r} is stored as {self.encoding}; "
-                f"supported are {supported}"
+                f"supported are {self.supported}"
             )
+        return self.decode
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows `start:stop` of the leading axis, as floats [stop - start, *shape[1:]]."""
-        assert self.decode is not None, "check_decodable comes first"
+        decode = self.decoder
         row_bytes, rest = divmod(self.nbytes, self.shape[0])
         if rest:
             raise CheckpointError(
@@ -53,7 +58,7 @@ class TensorRef:
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset + start * row_bytes)
             _fill(file, raw, self)
-        return self.decode(raw).reshape(stop - start, *self.shape[1:])
+        return decode(raw).reshape(stop - start, *self.shape[1:])
 
 
 def _fill(file: io.RawIOBase, raw: np.ndarray, tensor: TensorRef) -> None:

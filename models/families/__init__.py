@@ -84,7 +84,7 @@ def from_hf(
         )
     where = f"config of model_type {model_type!r}"
     architectures = config.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
+    if not isinstance(architectures, list) or family.architecture not in architectures:
         raise ConfigError(
             f"{where}: architectures {architectures}; only {family.architecture} is supported"
         )

@@ -41,7 +41,7 @@ class GGUFConfig(NamedTuple):
 def hf_config_of_gguf(metadata: Mapping[str, Any], tensors: GGUFTensors) -> GGUFConfig:
     """Translate; anything that is not understood is refused by name."""
     arch = metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
         raise ConfigError(
             f"GGUF architecture {arch!r} is not supported; supported are "
             f"{', '.join(_ARCHITECTURES)}"

@@ -27,7 +27,7 @@ def rope_config(
 ) -> RopeConfig:
     """One rope from its dictionary; `theta` is for a dictionary that has none."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(f"{where}: type {kind!r}; supported are {', '.join(_SCALINGS)}")
     fields = Fields(parameters, where)
     theta = fields.number("rope_theta", theta)
