@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -186,8 +187,13 @@ class Decoder(nnx.Module):
     def __call__(
         self, token_ids: jax.Array, step: StepInput, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """i32[N] tokens -> (f32[N, hidden] before the final norm, the cache with their keys)."""
+        """i32[N] tokens -> (f32[N, hidden] before the final norm, the cache with their keys).
+
+        Raises:
+          AssertionError: at trace time, shapes or dtypes that do not fit the configuration.
+        """
         c = self.config
+        self._check(token_ids, step, cache)
         x = self.embed[...][token_ids].astype(jnp.float32) * c.embed_scale
         rope = rope_table(c.ropes, c.head_dim, step.positions)
         block_size, num_blocks = cache.pool.shape[3], cache.pool.shape[1]
@@ -218,6 +224,15 @@ class Decoder(nnx.Module):
         if c.final_soft_cap is not None:
             out = c.final_soft_cap * jnp.tanh(out / c.final_soft_cap)
         return out
+
+    def _check(self, token_ids: jax.Array, step: StepInput, cache: KVCache) -> None:
+        c, num_seqs = self.config, len(step.context_lens)
+        chex.assert_type([token_ids, *jax.tree.leaves(step)], jnp.int32)
+        chex.assert_equal_shape([token_ids, step.positions])
+        chex.assert_shape(step.query_start, (num_seqs + 1,))
+        chex.assert_shape(step.block_tables, (c.kv_layout.num_groups, num_seqs, None))
+        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, 2 * c.head_dim)
+        chex.assert_shape(cache.pool, pool)
 
     def _layer_info(self) -> _LayerInfo:
         layout = self.config.kv_layout

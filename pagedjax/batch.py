@@ -13,6 +13,7 @@ FROM_STATE = -1  # a token id that the device takes from its own state
 _MAX_INT32 = np.iinfo(np.int32).max
 _MAX_TEMPERATURE = 1e30  # all tokens alike; the inverse of much larger ones is no normal float32
 
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingInput:

@@ -42,13 +42,17 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from pagedjax.config import Dtype, EngineConfig
+from pagedjax import (
+    LLM,
+    EngineConfig,
+    InvalidRequestError,
+    LLMEngine,
+    PagedJaxError,
+    RequestOutput,
+    SamplingParams,
+)
+from pagedjax.config import Dtype
 from pagedjax.demo import GEMMA_3_270M
-from pagedjax.engine import LLMEngine
-from pagedjax.errors import InvalidRequestError, PagedJaxError
-from pagedjax.llm import LLM
-from pagedjax.outputs import RequestOutput
-from pagedjax.sampling_params import SamplingParams
 
 LineId = str | int
 Result = dict[str, Any]
@@ -126,7 +130,7 @@ def parse_line(text: bytes, number: int) -> Line:
     """Raises ValueError where `text` is malformed; a parameter out of range is found later."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"a JSON {type(data).__name__}; it must be an object")
