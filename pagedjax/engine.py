@@ -113,6 +113,9 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._tracked)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._tracked
+
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that got a token in it."""
         chunks = self.scheduler.schedule()

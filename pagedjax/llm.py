@@ -1,13 +1,13 @@
 """`LLM`: load a model, generate for many prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
-from pagedjax.errors import InvalidRequestError
+from pagedjax.errors import InvalidRequestError, PagedJaxError
 from pagedjax.loader import load_model
 from pagedjax.outputs import RequestMetrics, RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -37,6 +37,8 @@ class LLM:
         else:
             loaded = load_model(model, config or EngineConfig())
             self.engine = LLMEngine(loaded.config, loaded.params, loaded.tokenizer, config)
+        self._streamed: set[str] = set()  # requests of all streams
+        self._undelivered: list[RequestOutput] = []
 
     def generate(
         self,
@@ -65,7 +67,10 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield `(index of the prompt, output so far)` whenever a prompt gets a token.
 
-        Leaving the iterator early aborts the rest.
+        Leaving the iterator early aborts the rest. Several streams may be read in turn.
+
+        Raises:
+          PagedJaxError: a request was ended from outside, by the engine's `abort`.
         """
         prompts = _as_list(prompts)
         all_params = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -75,19 +80,40 @@ class LLM:
         try:
             for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
                 try:
-                    index_of[self.engine.add_request(prompt, own)] = index
+                    request_id = self.engine.add_request(prompt, own)
                 except InvalidRequestError as error:
                     yield index, _refused(prompt, error)
+                else:
+                    index_of[request_id] = index
+                    self._streamed.add(request_id)
             while index_of:
-                for output in self.engine.step():
-                    if output.request_id in index_of:
-                        index = index_of[output.request_id]
-                        if output.finished:
-                            del index_of[output.request_id]
-                        yield index, output
+                for output in self._next_outputs(index_of):
+                    index = index_of[output.request_id]
+                    if output.finished:
+                        del index_of[output.request_id]
+                        self._streamed.remove(output.request_id)
+                    yield index, output
         finally:
             for request_id in index_of:
                 self.engine.abort(request_id)
+            self._streamed -= index_of.keys()
+            self._take(index_of)  # nobody is there any more to want them
+
+    def _next_outputs(self, requests: Collection[str]) -> list[RequestOutput]:
+        """New outputs of `requests`; what a step brings for other streams waits for them."""
+        found = self._take(requests)
+        if found:
+            return found
+        if not any(self.engine.is_unfinished(request_id) for request_id in requests):
+            raise PagedJaxError(f"requests {sorted(requests)} were ended outside of their stream")
+        new = self.engine.step()
+        self._undelivered += [output for output in new if output.request_id in self._streamed]
+        return self._take(requests)
+
+    def _take(self, requests: Collection[str]) -> list[RequestOutput]:
+        own = [output for output in self._undelivered if output.request_id in requests]
+        self._undelivered = [o for o in self._undelivered if o.request_id not in requests]
+        return own
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,7 +17,7 @@ class SamplingParams:
     Attributes:
       max_tokens: most tokens to generate, at least 1.
       temperature: 0 is greedy (argmax); otherwise logits are divided by it.
-      top_k: keep the `top_k` likeliest tokens; 0 keeps all.
+      top_k: keep the `top_k` likeliest tokens, and ties with the last of them; 0 keeps all.
       top_p: keep the likeliest tokens whose probabilities sum to at least `top_p`, in (0, 1];
         applied to what `top_k` left (nucleus sampling, Holtzman et al., arXiv:1904.09751).
       seed: makes the request's stream reproducible, whatever else is in the batch; None draws one.

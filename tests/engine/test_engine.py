@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pagedjax.engine import LLMEngine
-from pagedjax.errors import InvalidRequestError
+from pagedjax.errors import InvalidRequestError, PagedJaxError
 from pagedjax.llm import LLM
 from pagedjax.outputs import CompletionOutput
 from pagedjax.request import FinishReason
@@ -603,3 +603,26 @@ def test_leaving_a_stream_early_aborts_the_rest(roomy: LLMEngine) -> None:
     assert_idle(roomy)
     (output,) = LLM(roomy).generate([prompts[0]], greedy(5))
     assert_equals_oracle(roomy, prompts[0], output.outputs[0])
+
+
+def test_streams_read_in_turn_get_all_of_their_own_tokens(roomy: LLMEngine) -> None:
+    llm = LLM(roomy)
+    prompts = random_prompts(28, [3, 5])
+    streams = [llm.stream(prompt, greedy(6)) for prompt in prompts]
+    lengths: list[list[int]] = [[], []]
+    for _ in range(6):
+        for stream, seen in zip(streams, lengths, strict=True):
+            _, output = next(stream)
+            seen.append(len(output.outputs[0].token_ids))
+    assert lengths == [[1, 2, 3, 4, 5, 6]] * 2
+    assert [next(stream, None) for stream in streams] == [None, None]
+    assert_idle(roomy)
+
+
+def test_a_request_aborted_behind_a_stream_ends_it_with_an_error(roomy: LLMEngine) -> None:
+    stream = LLM(roomy).stream(random_prompts(29, [3]), greedy(6))
+    _, output = next(stream)
+    roomy.abort(output.request_id)
+    with pytest.raises(PagedJaxError, match=output.request_id):
+        next(stream)
+    assert_idle(roomy)
