@@ -30,6 +30,7 @@ class _Tracked:
     """A request with what the engine adds to it."""
 
     request: Request
+    prompt: tuple[int, ...]
     detokenizer: IncrementalDetokenizer | None
     metrics: RequestMetrics
     text: str = ""
@@ -102,7 +103,9 @@ class LLMEngine:
         self.scheduler.add(request)
         detokenizer = self.tokenizer and IncrementalDetokenizer(self.tokenizer, token_ids)
         metrics = RequestMetrics(arrival=time.monotonic())
-        self._tracked[request_id] = _Tracked(request, detokenizer or None, metrics)
+        self._tracked[request_id] = _Tracked(
+            request, tuple(token_ids), detokenizer or None, metrics
+        )
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -181,7 +184,7 @@ class LLMEngine:
         )
         return RequestOutput(
             request_id=request.request_id,
-            prompt_token_ids=tuple(request.prompt_token_ids),
+            prompt_token_ids=tracked.prompt,
             completion=completion,
             finished=request.finish_reason is not None,
             metrics=tracked.metrics,
