@@ -6,89 +6,13 @@ exact and O(1) a token: an unfinished character simply waits inside the UTF-8 de
 """
 
 import codecs
-import json
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
 
-import tokenizers
+from pagedjax.token_bytes import TokenBytes
 
-from pagedjax.errors import TokenizerError
-
-if TYPE_CHECKING:
-    from pagedjax.tokenizer import Tokenizer
-
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_UNFINISHED_BYTES = 3  # the longest prefix of a UTF-8 character that is not yet a character
-
-
-class TokenBytes:
-    """The bytes each token id stands for, by the rules of a tokenizer's decoder.
-
-    Two families cover generative models: byte-level vocabularies (each character of a piece is one
-    byte) and SentencePiece-style ones ("▁" is a space, "<0xE4>" is a byte). A tokenizer without a
-    decoder joins its pieces with spaces. Any other decoder is refused by name.
-
-    Attributes:
-      strips_first_space: whether one space at the very start of a text is dropped (vocabularies
-        that put a space before the first word).
-      utf8_errors: error mode of the UTF-8 decoder. "replace" writes one U+FFFD for each broken
-        sequence, "surrogateescape" stands for one U+FFFD for each broken byte: what the two
-        families do.
-
-    Raises:
-      TokenizerError: the decoder is of another kind.
-    """
-
-    def __init__(self, core: tokenizers.Tokenizer):
-        self.strips_first_space = False
-        self.utf8_errors = "replace"
-        self._core = core
-        self._cache: dict[int, bytes] = {}
-        self._replacements: list[tuple[str, str]] = []
-        self._encode: Callable[[str], bytes] = str.encode
-        for step in _decoder_steps(core):
-            self._add_rule(step)
-
-    def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of `token_id`; empty for an id that the vocabulary does not have."""
-        known = self._cache.get(token_id)
-        if known is None:
-            piece = self._core.id_to_token(token_id)
-            known = self._cache[token_id] = b"" if piece is None else self._spell(piece)
-        return known
-
-    def _spell(self, piece: str) -> bytes:
-        for old, new in self._replacements:
-            piece = piece.replace(old, new)
-        return self._encode(piece)
-
-    def _add_rule(self, step: dict[str, Any]) -> None:
-        match step:
-            case {"type": "ByteLevel"}:
-                self._encode = _byte_level_encoder()
-            case {"type": "ByteFallback"}:
-                self._encode = _encode_byte_piece
-                self.utf8_errors = "surrogateescape"
-            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                self._replacements.append((old, new))
-            case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
-                self._replacements.append((old, " "))
-                self.strips_first_space = scheme != "never"
-            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                self.strips_first_space = True
-            case {"type": "Fuse"}:
-                pass
-            case {"type": "Joined"}:
-                self._encode = _encode_with_space
-                self.strips_first_space = True
-            case _:
-                raise TokenizerError(
-                    f"decoder step {step} of this tokenizer is not supported; supported are "
-                    "ByteLevel, Metaspace, and Replace (of a string), ByteFallback, Fuse and "
-                    "Strip of one leading space, as in SentencePiece-style tokenizers"
-                )
 
 
 class IncrementalDetokenizer:
@@ -98,19 +22,19 @@ class IncrementalDetokenizer:
     border are right, and a character that the prompt's last tokens began belongs to the output.
 
     Args:
-      tokenizer: whose ids these are.
+      token_bytes: of the tokenizer whose ids these are (see `Tokenizer.detokenizer`).
       prompt_token_ids: the tokens before the output; only the last few are looked at.
-      skip_special_tokens: leave special tokens out of the text.
+      skipped: ids to leave out of the text.
     """
 
     def __init__(
         self,
-        tokenizer: "Tokenizer",
+        token_bytes: TokenBytes,
         prompt_token_ids: Sequence[int],
-        skip_special_tokens: bool = True,
+        skipped: Collection[int] = (),
     ):
-        self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._token_bytes = token_bytes
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(self._token_bytes.utf8_errors)
         context = self._last_bytes(prompt_token_ids)
         self._utf8.decode(context)  # text of the prompt; an unfinished character stays pending
@@ -148,46 +72,6 @@ class IncrementalDetokenizer:
         return tail
 
 
-def _decoder_steps(core: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder of `core` as a flat list of its serialized steps."""
-    if core.decoder is None:
-        return [{"type": "Joined"}]
-    decoder = json.loads(core.decoder.__getstate__())
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-
-
 def _visible(text: str) -> str:
     """`text` with each byte that the UTF-8 decoder escaped shown as U+FFFD."""
     return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
-
-
-def _encode_byte_piece(piece: str) -> bytes:
-    match = _BYTE_PIECE.fullmatch(piece)
-    return bytes.fromhex(match[1]) if match else piece.encode()
-
-
-def _encode_with_space(piece: str) -> bytes:
-    return b" " + piece.encode()
-
-
-def _byte_level_encoder() -> Callable[[str], bytes]:
-    byte_of = {character: byte for byte, character in enumerate(byte_level_alphabet())}
-
-    def encode(piece: str) -> bytes:
-        try:
-            return bytes([byte_of[character] for character in piece])
-        except KeyError:  # an added token, written as plain text
-            return piece.encode()
-
-    return encode
-
-
-def byte_level_alphabet() -> list[str]:
-    """The printable character that stands for each byte 0-255 in byte-level vocabularies.
-
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, are the
-    characters from U+0100 on (the convention of GPT-2's vocabulary).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    stand_ins = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]

@@ -101,7 +101,7 @@ class LLMEngine:
         seed = _default_seed(self.config.seed, arrival) if params.seed is None else params.seed
         request = Request(request_id, token_ids, params, arrival, seed)
         self.scheduler.add(request)
-        detokenizer = self.tokenizer and IncrementalDetokenizer(self.tokenizer, token_ids)
+        detokenizer = self.tokenizer and self.tokenizer.detokenizer(token_ids)
         metrics = RequestMetrics(arrival=time.monotonic())
         self._tracked[request_id] = _Tracked(
             request, tuple(token_ids), detokenizer or None, metrics

@@ -9,8 +9,9 @@ import tokenizers
 
 from pagedjax._gguf_vocab import read_gguf_tokenizer, set_bos_eos_template
 from pagedjax.chat import ChatTemplate, Message, select_template
-from pagedjax.detokenizer import IncrementalDetokenizer, TokenBytes
+from pagedjax.detokenizer import IncrementalDetokenizer
 from pagedjax.errors import TokenizerError
+from pagedjax.token_bytes import TokenBytes
 
 _MODEL_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -140,8 +141,15 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        stream = IncrementalDetokenizer(self, (), skip_special_tokens)
+        stream = self.detokenizer((), skip_special_tokens)
         return "".join([*map(stream.append, token_ids), stream.flush()])
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """Text of the tokens that come behind a prompt, one at a time."""
+        skipped = self.special_token_ids if skip_special_tokens else ()
+        return IncrementalDetokenizer(self.token_bytes, prompt_token_ids, skipped)
 
     def apply_chat_template(
         self,

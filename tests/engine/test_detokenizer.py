@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from pagedjax.detokenizer import IncrementalDetokenizer, TokenBytes, byte_level_alphabet
 from pagedjax.errors import TokenizerError
+from pagedjax.token_bytes import TokenBytes, byte_level_alphabet
 from pagedjax.tokenizer import Tokenizer
 
 PIZZA = "🍕".encode()
@@ -70,7 +70,7 @@ ids = st.lists(
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+    detokenizer = tokenizer.detokenizer(prompt, skip)
     return [*map(detokenizer.append, output), detokenizer.flush()]
 
 
@@ -133,7 +133,7 @@ def test_character_begun_in_the_prompt_belongs_to_the_output(family: str):
 
 @families
 def test_output_that_ends_inside_a_character_flushes_replacements_once(family: str):
-    detokenizer = IncrementalDetokenizer(TOKENIZERS[family], [0x41])
+    detokenizer = TOKENIZERS[family].detokenizer([0x41])
     assert [detokenizer.append(b) for b in PIZZA[:3]] == ["", "", ""]
     assert set(detokenizer.flush()) == {"\ufffd"}
     assert detokenizer.flush() == ""
@@ -170,7 +170,7 @@ def test_work_per_token_does_not_grow():
             return super().__getitem__(token_id)
 
     tokenizer.token_bytes = Counting(CORES["byte-level"][0])
-    detokenizer = IncrementalDetokenizer(tokenizer, [0x41] * 10_000)
+    detokenizer = tokenizer.detokenizer([0x41] * 10_000)
     assert len(looked_up) <= 3
     looked_up.clear()
     for _ in range(1000):
