@@ -9,6 +9,7 @@ from typing import get_args
 from pagedjax.config import Dtype, EngineConfig
 from pagedjax.demo import GEMMA_3_270M, user_cache_dir
 from pagedjax.errors import PagedJaxError
+from pagedjax.host_memory import keep_freed_memory
 from pagedjax.llm import LLM
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from pagedjax.sampling_params import SamplingParams
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = _parser().parse_args(argv)
+    keep_freed_memory()
     try:
         return _generate(args)
     except PagedJaxError as error:

@@ -74,7 +74,8 @@ class LLMEngine:
             platform=device.platform,
             attention=config.attention,
         )
-        self.runner = Runner(model, params, state, self.limits)
+        # Committed to the device as every step's result is: a difference would compile twice.
+        self.runner = Runner(model, params, jax.device_put(state, device), self.limits)
         self.scheduler = Scheduler(self.limits, BlockPool(num_blocks))
         self._tracked: dict[str, _Tracked] = {}
         self._arrivals = itertools.count()

@@ -163,7 +163,7 @@ def _attend_tile(
         written = (key >= first_key) & (key < end)
         k, v = _load(call, lax.dynamic_slice_in_dim(table, i * pages, pages), written)
         distance = row_position[:, None] - key[None]
-        visible = (distance >= 0) & (distance < call.window)
+        visible = (distance >= 0) & (distance < call.window) & written[None]
         s = call.dot("hrd,hkd->hrk", q, k)
         if call.soft_cap is not None:
             s = call.soft_cap * jnp.tanh(s / call.soft_cap)
@@ -188,12 +188,15 @@ def _attend_tile(
 
 
 def _load(call: _Call, blocks: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V, [KVH, keys, D] each; zero where not `written`, as a recycled block may hold NaN."""
+    """K and V, [KVH, keys, D] each. V is zero where not `written`: a recycled block may hold NaN,
+
+    and 0 * NaN is NaN. K needs no mask, as its scores are replaced.
+    """
     kv_heads, block_size, width = call.pool.shape[2:]
     kv = from_storage(call.pool[call.layer, blocks], call.kv_dtype)
     kv = kv.transpose(1, 0, 2, 3).reshape(kv_heads, len(blocks) * block_size, width)
-    kv = jnp.where(written[None, :, None], kv, jnp.zeros((), kv.dtype))
-    return kv[..., : width // 2], kv[..., width // 2 :]
+    k, v = kv[..., : width // 2], kv[..., width // 2 :]
+    return k, jnp.where(written[None, :, None], v, jnp.zeros((), v.dtype))
 
 
 def _pages_per_step(call: _Call, tables: jax.Array, keys: int) -> tuple[int, jax.Array]:

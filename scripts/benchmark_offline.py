@@ -28,6 +28,7 @@ from workloads import WORKLOADS
 
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.demo import GEMMA_3_270M, user_cache_dir
+from pagedjax.host_memory import keep_freed_memory
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.linear import linear
 
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, after one more")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
+    keep_freed_memory()
     config = EngineConfig(
         dtype=args.dtype, max_model_len=2048, cache_dir=user_cache_dir() / "models"
     )

@@ -53,6 +53,7 @@ from pagedjax import (
 )
 from pagedjax.config import Dtype
 from pagedjax.demo import GEMMA_3_270M
+from pagedjax.host_memory import keep_freed_memory
 
 LineId = str | int
 Result = dict[str, Any]
@@ -323,6 +324,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    keep_freed_memory()
     try:
         names = ("max_tokens", "temperature", "top_p", "top_k")
         settings = Settings(args.seed, {name: getattr(args, name) for name in names})

@@ -496,10 +496,13 @@ def counted_compiles() -> Iterator[list[float]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_after_warm_up_no_request_compiles_anything() -> None:
+@pytest.mark.parametrize("committed", [False, True], ids=["made here", "put on a device"])
+def test_after_warm_up_no_request_compiles_anything(committed: bool) -> None:
     engine = tiny_engine(
         SLIDING, block_size=4, max_num_seqs=3, max_num_batched_tokens=5, num_blocks=60
     )
+    if committed:  # as a checkpoint's are
+        engine.runner.params = jax.device_put(engine.runner.params, jax.devices()[0])
     with counted_compiles() as compiles:
         num_buckets = engine.warmup()
     assert len(compiles) >= num_buckets == len(engine.runner.buckets.all())
