@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args
 
 from pagedjax.models.errors import ConfigError
 from pagedjax.models.rope import RopeConfig
+from pallas_kernels import NO_WINDOW as NO_WINDOW  # part of this configuration's vocabulary
 
 Activation = Literal["silu", "gelu_tanh"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-NO_WINDOW = 2**30  # wider than any context: a layer that sees everything
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ class LLM:
     Args:
       model: a Hugging Face directory, a GGUF file, or the name of a packaged model
         ("gemma-3-270m"); or an `LLMEngine` made elsewhere.
-      config: settings of the engine; ignored defaults where None.
+      config: settings of the engine; None takes the defaults. An engine made elsewhere has its own.
 
     Raises:
       ModelNotFoundError, CheckpointError, ConfigError: the model cannot be loaded or served.

@@ -59,10 +59,7 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
 
 def _restore(kept: Path, platform: str) -> LoadedModel:
     decoder, params = restore_params(kept / _PARAMS, platform)
-    tokenizer = kept / _TOKENIZER
-    return LoadedModel(
-        decoder, params, Tokenizer.from_directory(tokenizer) if tokenizer.exists() else None
-    )
+    return LoadedModel(decoder, params, _directory_tokenizer(kept / _TOKENIZER))
 
 
 def _keep(loaded: LoadedModel, kept: Path, platform: str) -> None:

@@ -13,7 +13,7 @@ from pallas_kernels.reference import reference_attention
 from pallas_kernels.xla_attention import xla_attention
 
 Implementation = Literal["xla", "reference"]
-_NO_WINDOW = 2**30  # wider than any context
+NO_WINDOW = 2**30  # wider than any context: a row sees everything
 
 
 def paged_attention(
@@ -73,7 +73,7 @@ def paged_attention(
         kv_dtype=kv_dtype,
         sm_scale=sm_scale,
         soft_cap=soft_cap,
-        window=_NO_WINDOW if window is None else window,
+        window=NO_WINDOW if window is None else window,
         sinks=sinks,
     )
     return out.astype(q.dtype)
