@@ -20,6 +20,7 @@ from flax import nnx
 from jax import lax
 
 from pagedjax.models.config import DecoderConfig
+from pagedjax.models.errors import ConfigError
 from pagedjax.models.linear import linear
 from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
@@ -285,6 +286,25 @@ def bind(config: DecoderConfig, params: Params) -> Decoder:
     graph, state = nnx.split(_abstract(config, "cpu"))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
+
+
+def check_same_shapes(old: Params, new: Params) -> None:
+    """Make sure that a compiled step takes `new` in place of `old`.
+
+    Raises:
+      ConfigError: names the first parameter that is missing or differs in shape or dtype.
+    """
+    old_leaves, new_leaves = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(p)}
+        for p in (old, new)
+    )
+    for name in sorted(old_leaves.keys() | new_leaves.keys()):
+        have, want = (
+            f"{leaf.dtype}{list(leaf.shape)}" if leaf is not None else "absent"
+            for leaf in (new_leaves.get(name), old_leaves.get(name))
+        )
+        if have != want:
+            raise ConfigError(f"parameter {name} is {have}; it must be {want}")
 
 
 def _abstract(config: DecoderConfig, platform: str) -> Decoder:

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax.beam_search import BeamSearchParams
     from pagedjax.config import EngineConfig
     from pagedjax.engine import LLMEngine
     from pagedjax.errors import (
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         TokenizerError,
     )
     from pagedjax.llm import LLM
+    from pagedjax.options import RequestOptions
     from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from pagedjax.request import FinishReason, TokenLogprobs
     from pagedjax.sampling_params import SamplingParams
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 # Resolved on first use, so that `import pagedjax.models` does not import the engine above it.
 _HOME = {
     "LLM": "llm",
+    "BeamSearchParams": "beam_search",
     "CheckpointError": "errors",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
@@ -35,6 +38,7 @@ _HOME = {
     "ModelNotFoundError": "errors",
     "PagedJaxError": "errors",
     "RequestMetrics": "outputs",
+    "RequestOptions": "options",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "TokenLogprobs": "request",
@@ -44,6 +48,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -54,6 +59,7 @@ __all__ = [
     "ModelNotFoundError",
     "PagedJaxError",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "TokenLogprobs",

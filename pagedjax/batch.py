@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from pagedjax.models.decoder import StepInput
-from pagedjax.scheduler import ScheduledChunk
+from pagedjax.plan import ScheduledChunk
+from pagedjax.request import Sequence
 
 FROM_STATE = -1  # a token id that the device takes from its own state
 _MAX_INT32 = np.iinfo(np.int32).max
@@ -17,14 +18,20 @@ _MAX_TEMPERATURE = 1e30  # all tokens alike; the inverse of much larger ones is 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingInput:
-    """Sampling parameters of each sequence, [S] each; padding is greedy.
+    """Who gets a token, [S] each: the sequences that sample, not those that compute.
+
+    At the end of a prompt several sequences sample behind the same row. Padding is greedy.
 
     Attributes:
+      row: i32, of the batch, behind which the token is picked.
+      slot: i32, where the state keeps the token; out of range for padding.
       temperature: f32, 0 for greedy. top_k: i32, 0 for all. top_p: f32.
       seed: u32[S, 2], low and high word. position: i32, of the token to be sampled.
       wants_logprobs: bool.
     """
 
+    row: jax.Array
+    slot: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
@@ -35,23 +42,36 @@ class SamplingInput:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PromptTargets:
+    """Prompt tokens whose log-probabilities are wanted.
+
+    Attributes:
+      rows: i32[N], rows of the batch; arbitrary from `count` on.
+      token_ids: i32[N], the token behind each. count: i32 scalar.
+    """
+
+    rows: jax.Array
+    token_ids: jax.Array
+    count: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """A ragged mix of prefill chunks and decodes, padded to N tokens and S sequences.
 
     Attributes:
       token_ids: i32[N]; `FROM_STATE`: the last token sampled in the sequence's slot.
       step: positions, rows, context lengths and block tables (see `StepInput`).
-      slots: i32[S], where each sequence's last sampled token is kept; an index out of range for
-        sequences that do not sample (padding and unfinished prompts).
       token_slots: i32[S], the slot that `FROM_STATE` reads.
-      sampling: see `SamplingInput`.
+      sampling: see `SamplingInput`. prompt: see `PromptTargets`.
     """
 
     token_ids: jax.Array
     step: StepInput
-    slots: jax.Array
     token_slots: jax.Array
     sampling: SamplingInput
+    prompt: PromptTargets
 
 
 def build_batch(
@@ -67,50 +87,82 @@ def build_batch(
 
     `no_slot`: a slot index out of range. No chunks gives a batch of padding, for warm-up.
     """
-    lengths = [chunk.num_tokens for chunk in chunks] + [0] * (num_seqs - len(chunks))
-    query_start = _full(num_seqs + 1, np.int32)
-    np.cumsum(lengths, out=query_start[1:])
-    token_ids = _full(num_tokens, np.int32)
-    positions = _full(num_tokens, np.int32)
-    context_lens = _full(num_seqs, np.int32)
-    block_tables = _full((num_groups, num_seqs, table_width), np.int32)
-    slots = _full(num_seqs, np.int32, no_slot)
-    token_slots = _full(num_seqs, np.int32)
-    sampling = SamplingInput(
-        temperature=_full(num_seqs, np.float32),
-        top_k=_full(num_seqs, np.int32),
-        top_p=_full(num_seqs, np.float32, 1),
-        seed=_full((num_seqs, 2), np.uint32),
-        position=_full(num_seqs, np.int32),
-        wants_logprobs=_full(num_seqs, np.bool_),
+    query_start = np.full(num_seqs + 1, sum(chunk.num_tokens for chunk in chunks), np.int32)
+    query_start[0] = 0
+    np.cumsum([chunk.num_tokens for chunk in chunks], out=query_start[1 : len(chunks) + 1])
+    token_ids = np.zeros(num_tokens, np.int32)
+    positions = np.zeros(num_tokens, np.int32)
+    block_tables = np.zeros((num_groups, num_seqs, table_width), np.int32)
+    prompt_rows: list[int] = []
+    prompt_targets: list[int] = []
+    for s, (seq, start, length, _) in enumerate(chunks):
+        row, end = int(query_start[s]), start + length
+        if length == 1:
+            token_ids[row] = FROM_STATE if seq.token_on_device else seq.token_ids[start]
+            positions[row] = start
+        else:
+            token_ids[row : row + length] = seq.token_ids[start:end]
+            positions[row : row + length] = np.arange(start, end)
+        block_tables[:, s] = seq.tables
+        known = targets_of(seq, start, end)
+        prompt_rows += range(row + known.start - 1 - start, row + known.stop - 1 - start)
+        prompt_targets += seq.token_ids[known.start : known.stop]
+    step = StepInput(
+        positions=_device(positions),
+        query_start=_device(query_start),
+        context_lens=_column([chunk.end for chunk in chunks], num_seqs, np.int32),
+        block_tables=_device(block_tables),
     )
-    for s, chunk in enumerate(chunks):
-        request, rows = chunk.request, slice(query_start[s], query_start[s + 1])
-        decodes = chunk.start >= len(request.prompt_token_ids)
-        token_ids[rows] = FROM_STATE if decodes else request.tokens(chunk.start, chunk.end)
-        positions[rows] = np.arange(chunk.start, chunk.end)
-        context_lens[s] = chunk.end
-        assert request.block_tables is not None
-        assert request.slot is not None
-        block_tables[:, s, : request.num_blocks] = request.block_tables[:, : request.num_blocks]
-        token_slots[s] = request.slot
-        if chunk.samples:
-            slots[s] = request.slot
-            _fill_sampling(sampling, s, chunk)
-    step = StepInput(positions, query_start, context_lens, block_tables)
-    return Batch(token_ids, step, slots, token_slots, sampling)
+    return Batch(
+        token_ids=_device(token_ids),
+        step=step,
+        token_slots=_column([chunk.sequence.slot for chunk in chunks], num_seqs, np.int32),
+        sampling=_sampling_input(chunks, query_start, num_seqs, no_slot),
+        prompt=PromptTargets(
+            rows=_column(prompt_rows, num_tokens, np.int32),
+            token_ids=_column(prompt_targets, num_tokens, np.int32),
+            count=_device(np.array(len(prompt_rows), np.int32)),
+        ),
+    )
 
 
-def _full(shape: int | tuple[int, ...], dtype: type, value: float = 0) -> Any:
+def targets_of(seq: Sequence, start: int, end: int) -> range:
+    """Positions of the prompt tokens whose log-probabilities the chunk `start:end` brings.
+
+    Row `i` tells of the token at `i + 1`. Those that are known already are left out.
+    """
+    request = seq.request
+    if request.params.prompt_logprobs is None:
+        return range(0)
+    first = max(start, len(request.prompt_logprobs)) + 1
+    return range(first, max(first, min(end + 1, request.prompt_len)))
+
+
+def _sampling_input(
+    chunks: list[ScheduledChunk], query_start: np.ndarray, num_seqs: int, no_slot: int
+) -> SamplingInput:
+    samplers = [(s, chunk.end, seq) for s, chunk in enumerate(chunks) for seq in chunk.samplers]
+    params = [seq.request.params for _, _, seq in samplers]
+    seeds = [(seq.seed & 0xFFFFFFFF, seq.seed >> 32) for _, _, seq in samplers]
+    seeds += [(0, 0)] * (num_seqs - len(seeds))
+    return SamplingInput(
+        row=_column([query_start[s + 1] - 1 for s, _, _ in samplers], num_seqs, np.int32),
+        slot=_column([seq.slot for _, _, seq in samplers], num_seqs, np.int32, no_slot),
+        temperature=_column(
+            [min(p.temperature, _MAX_TEMPERATURE) for p in params], num_seqs, np.float32
+        ),
+        top_k=_column([min(p.top_k, _MAX_INT32) for p in params], num_seqs, np.int32),
+        top_p=_column([p.top_p for p in params], num_seqs, np.float32, 1),
+        seed=_device(np.array(seeds, np.uint32)),
+        position=_column([end for _, end, _ in samplers], num_seqs, np.int32),
+        wants_logprobs=_column([p.wants_logprobs for p in params], num_seqs, np.bool_),
+    )
+
+
+def _column(values: list[Any], size: int, dtype: type, padding: float = 0) -> Any:
+    return np.array(values + [padding] * (size - len(values)), dtype)
+
+
+def _device(values: np.ndarray) -> Any:
     """A numpy array; it stands for a `jax.Array` until the step is dispatched, hence Any."""
-    return np.full(shape, value, dtype)
-
-
-def _fill_sampling(sampling: Any, s: int, chunk: ScheduledChunk) -> None:
-    request = chunk.request
-    sampling.temperature[s] = min(request.params.temperature, _MAX_TEMPERATURE)
-    sampling.top_k[s] = min(request.params.top_k, _MAX_INT32)
-    sampling.top_p[s] = request.params.top_p
-    sampling.seed[s] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
-    sampling.position[s] = chunk.end
-    sampling.wants_logprobs[s] = request.params.logprobs is not None
+    return values

@@ -85,7 +85,7 @@ def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Reques
     if live:
         print(prompts[0], end="", flush=True)
     for index, output in llm.stream(prompts, params):
-        text = output.completion.text if output.completion else ""
+        text = output.completions[0].text if output.completions else ""
         if live:
             print(text[shown:], end="", flush=True)
             shown = len(text)

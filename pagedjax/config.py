@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pagedjax.errors import ConfigError
+from pagedjax.preemption import PreemptionMode
 from pallas_kernels import Implementation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -24,6 +25,16 @@ class EngineConfig:
       max_num_seqs: most requests in one step.
       max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
       memory_utilization: share of an accelerator's memory for weights and pool.
+      enable_prefix_caching: keep computed blocks findable by their tokens, also when their request
+        has ended, until their place is needed.
+      preemption_mode: what happens to the blocks of a request that has to give way: "swap" moves
+        them to the host (and computes them again if there is no room), "recompute" drops them,
+        "auto" takes what is faster by measurement.
+      swap_space_bytes: host memory for blocks of preempted requests.
+      host_cache_bytes: host memory for prefix blocks that the device evicted, on top; 0 keeps none.
+        Both are one pool: prefix blocks use what swapping leaves free, and give way to it.
+      check_invariants: verify the block pool after every step and raise AssertionError when it is
+        inconsistent; slow, for debugging.
       seed: of requests that bring none.
       attention: kernel to use; None picks the best for the backend.
       cache_dir: where converted checkpoints are kept, so that the next start skips the conversion;
@@ -41,6 +52,11 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 1024
     memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    preemption_mode: PreemptionMode = "auto"
+    swap_space_bytes: int = 1 << 30
+    host_cache_bytes: int = 0
+    check_invariants: bool = False
     seed: int = 0
     attention: Implementation | None = None
     cache_dir: Path | None = None
@@ -62,6 +78,10 @@ class EngineConfig:
         self._require("memory_utilization", 0 < self.memory_utilization <= 1, "in (0, 1]")
         for name in ("dtype", "kv_cache_dtype"):
             self._require(name, getattr(self, name) in get_args(Dtype), f"one of {get_args(Dtype)}")
+        for name in ("swap_space_bytes", "host_cache_bytes"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        modes = get_args(PreemptionMode)
+        self._require("preemption_mode", self.preemption_mode in modes, f"one of {modes}")
         known = self.attention in (None, *get_args(Implementation))
         self._require("attention", known, f"None or one of {get_args(Implementation)}")
 

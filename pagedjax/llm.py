@@ -1,14 +1,17 @@
 """`LLM`: load a model, generate for many prompts."""
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import InvalidRequestError, PagedJaxError
 from pagedjax.loader import load_model
+from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestMetrics, RequestOutput
 from pagedjax.sampling_params import SamplingParams
 
@@ -44,26 +47,44 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; one finished output each, in the order of the prompts.
 
         Args:
           prompts: text or token ids, one or many.
           params: for all prompts, or one each.
+          options: priority and caching, for all prompts.
 
         A prompt that cannot be served does not stop the others: its output carries the `error`,
         which `RequestOutput.outputs` raises.
         """
-        final: dict[int, RequestOutput] = {}
-        for index, output in self.stream(prompts, params):
-            if output.finished:
-                final[index] = output
-        return [final[index] for index in sorted(final)]
+        return _finished(self.stream(prompts, params, options))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        options: RequestOptions | None = None,
+    ) -> list[RequestOutput]:
+        """Search the likeliest continuations of every prompt, as Transformers' `num_beams` does.
+
+        Returns:
+          One finished output per prompt, its completions from best to worst score; a refused one
+          carries its `error`, as with `generate`.
+        """
+        prompts = _as_list(prompts)
+        adds = [
+            functools.partial(self.engine.add_beam_search, p, params, options=options)
+            for p in prompts
+        ]
+        return _finished(self._serve(prompts, adds))
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield `(index of the prompt, output so far)` whenever a prompt gets a token.
 
@@ -76,11 +97,21 @@ class LLM:
         all_params = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(all_params) != len(prompts):
             raise InvalidRequestError(f"{len(all_params)} params for {len(prompts)} prompts")
+        adds = [
+            functools.partial(self.engine.add_request, prompt, own, options=options)
+            for prompt, own in zip(prompts, all_params, strict=True)
+        ]
+        yield from self._serve(prompts, adds)
+
+    def _serve(
+        self, prompts: list[Prompt], adds: list[Callable[[], str]]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Queue every prompt by its call of `adds` and yield the outputs as they come."""
         index_of: dict[str, int] = {}
         try:
-            for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
+            for index, (prompt, add) in enumerate(zip(prompts, adds, strict=True)):
                 try:
-                    request_id = self.engine.add_request(prompt, own)
+                    request_id = add()
                 except InvalidRequestError as error:
                     yield index, _refused(prompt, error)
                 else:
@@ -126,4 +157,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _refused(prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
     token_ids = () if isinstance(prompt, str) else tuple(prompt)
-    return RequestOutput("", token_ids, None, True, RequestMetrics(arrival=0.0), error)
+    metrics = RequestMetrics(arrival=0.0)
+    return RequestOutput("", token_ids, (), finished=True, metrics=metrics, error=error)
+
+
+def _finished(stream: Iterator[tuple[int, RequestOutput]]) -> list[RequestOutput]:
+    """The finished outputs of a stream, in the order of their prompts."""
+    final = {index: output for index, output in stream if output.finished}
+    return [final[index] for index in sorted(final)]

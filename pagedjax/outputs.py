@@ -11,26 +11,41 @@ class CompletionOutput:
     """The generated continuation, as far as it has come.
 
     Attributes:
+      index: number of the sample; of beams, the rank.
       text: detokenized so far; ends between characters. Empty without a tokenizer.
       logprobs: one per token if `SamplingParams.logprobs` was given, else None.
       finish_reason: None while the request runs.
       stop_token_id: the token that ended it, for `FinishReason.STOP`.
+      cumulative_logprob: sum over the tokens in the model's own distribution, where it is computed:
+        with `SamplingParams.logprobs`, `best_of`, and beam search.
+      score: of a beam, `cumulative_logprob` divided by the length to the power of the penalty.
     """
 
+    index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds of a monotonic clock: when the request arrived, had its first token, was done."""
+    """How a request fared.
+
+    Attributes:
+      arrival, first_token, finished: seconds of a monotonic clock.
+      cached_tokens: of the prompt, that were found in the prefix cache.
+      preemptions: how often it had to give way to others.
+    """
 
     arrival: float
     first_token: float | None = None
     finished: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +53,17 @@ class RequestOutput:
     """State of a request after a step.
 
     Attributes:
+      completions: one for every sample or beam; see `outputs`.
+      prompt_logprobs: of the prompt's second token and on, if they were asked for.
       error: why the request was refused; `outputs` then raises it, so it cannot go unnoticed.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    completion: CompletionOutput | None
+    completions: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: PagedJaxError | None = None
 
     @property
@@ -53,4 +71,4 @@ class RequestOutput:
         """The completions; raises `error` if the request was refused."""
         if self.error is not None:
             raise self.error
-        return [] if self.completion is None else [self.completion]
+        return list(self.completions)

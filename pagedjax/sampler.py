@@ -47,7 +47,7 @@ def sample(logits: jax.Array, sampling: SamplingInput) -> SamplerOutput:
     num_seqs = len(logits)
     logprobs = lax.cond(
         sampling.wants_logprobs.any(),
-        lambda: _logprobs(logits, token_ids, width),
+        lambda: token_logprobs(logits, token_ids, width),
         lambda: (
             jnp.zeros(num_seqs),
             jnp.zeros((num_seqs, width), jnp.int32),
@@ -55,6 +55,25 @@ def sample(logits: jax.Array, sampling: SamplingInput) -> SamplerOutput:
         ),
     )
     return SamplerOutput(token_ids, *logprobs)
+
+
+def token_logprobs(
+    logits: jax.Array, token_ids: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities in the model's own distribution, in float32.
+
+    Args:
+      logits: f32[S, V].
+      token_ids: i32[S], one token of each row.
+      width: K <= V, how many of the likeliest tokens are wanted.
+
+    Returns:
+      f32[S], of `token_ids`; then i32[S, K] and f32[S, K], the likeliest tokens, best first.
+    """
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top, top_ids = lax.top_k(logits, width)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    return (chosen - total)[:, 0], top_ids.astype(jnp.int32), top - total
 
 
 def _argmax(x: jax.Array) -> jax.Array:
@@ -69,13 +88,6 @@ def _argmax(x: jax.Array) -> jax.Array:
     block = jnp.argmax(x.max(-1), axis=-1)
     inside = jnp.take_along_axis(x, block[:, None, None], axis=1)[:, 0]
     return (block * _ARGMAX_BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
-
-
-def _logprobs(logits: jax.Array, token_ids: jax.Array, width: int) -> tuple:
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, top_ids = lax.top_k(logits, width)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    return (chosen - total)[:, 0], top_ids.astype(jnp.int32), top - total
 
 
 def _sample_randomly(logits: jax.Array, sampling: SamplingInput) -> jax.Array:

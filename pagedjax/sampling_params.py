@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from pagedjax.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
-_OPTIONAL = ("seed", "logprobs")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "best_of")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,10 @@ class SamplingParams:
       ignore_eos: go on behind an end-of-sequence token.
       logprobs: also return this many of the likeliest tokens' log-probabilities at every position
         (of the model's own distribution, before temperature, top-k and top-p); None for none.
+      prompt_logprobs: the same for every prompt token but the first.
+      n: how many continuations to return. The prompt is computed and stored once for all.
+      best_of: how many to sample, at least `n`; the `n` with the highest mean log-probability a
+        token are returned, best first. None: `n`, in the order in which they were seeded.
 
     Raises:
       InvalidRequestError: a field is out of its range.
@@ -38,6 +42,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences to sample."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the output are to be computed, for whatever reason."""
+        return self.logprobs is not None or self.num_samples > self.n
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -47,14 +64,22 @@ class SamplingParams:
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         in_range = self.seed is None or 0 <= self.seed < 2**63
         self._require("seed", in_range, "in [0, 2**63)")
-        in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        self._require("logprobs", in_range, f"in [0, {MAX_LOGPROBS}]")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            in_range = value is None or 0 <= value <= MAX_LOGPROBS
+            self._require(name, in_range, f"in [0, {MAX_LOGPROBS}]")
+        alike = self.temperature == 0 and self.num_samples > 1
+        self._require("n", self.n >= 1, "at least 1")
+        in_range = self.best_of is None or self.best_of >= self.n
+        self._require("best_of", in_range, f"at least n, {self.n}")
+        name = "n" if self.best_of is None else "best_of"
+        self._require(name, not alike, "1 with temperature 0, which makes all samples alike")
 
     def _normalize(self) -> None:
         """Refuse values of a wrong type; integers of any kind (numpy's too) become plain ints."""
         for name in ("temperature", "top_p"):
             self._require(name, isinstance(getattr(self, name), Real), "a number")
-        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n", "best_of"):
             value = getattr(self, name)
             if value is not None:
                 self._require(name, isinstance(value, Integral), "an integer")

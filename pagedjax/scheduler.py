@@ -1,44 +1,32 @@
 """Who computes how many tokens in the next step: plain Python, no device arrays."""
 
-import collections
+import bisect
 import dataclasses
-
-import numpy as np
+from collections.abc import Callable
+from operator import attrgetter
 
 from pagedjax.block_pool import BlockPool
 from pagedjax.errors import InvalidRequestError
-from pagedjax.request import Request
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledChunk:
-    """Tokens `start : start + num_tokens` of a request, to be computed in one step.
-
-    `samples`: the chunk ends with the request's last known token, so the step picks the next one.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        return self.end == self.request.num_tokens
+from pagedjax.kv_cache_manager import KVCacheManager, PrefixHit
+from pagedjax.plan import ScheduledChunk, StepPlan
+from pagedjax.request import Request, Sequence, derived_seed
+from pagedjax.waiting_queue import WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits that the scheduler keeps; see `EngineConfig`. `num_groups`: KV groups of the model."""
+    """Limits that the scheduler keeps; see `EngineConfig`. `windows`: of the model's KV groups."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    num_groups: int
+    windows: tuple[int, ...]
+    offload_evicted: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
 
     @property
     def table_width(self) -> int:
@@ -46,19 +34,43 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """First come, first served, with one token budget a step and chunked prefill.
+    """First come, first served, with one token budget a step, chunked prefill and preemption.
 
-    Running requests go first, in order of arrival, then waiting ones; a prompt that exceeds the
-    budget is computed in chunks. A waiting request is admitted when the blocks of its worst case
-    (all of `max_tokens`) are free and not promised to others, so a running request never lacks one.
+    Running requests go first, by priority and arrival, then waiting ones. When a running request
+    lacks a block, the last of the running ones is preempted, all of its blocks at once, and waits
+    at the place that its arrival gives it. A waiting request is admitted when its known tokens fit
+    beside what the running ones are about to need.
+
+    Args:
+      pool: blocks on the device. host: blocks in host memory for preempted requests.
+      prefers_swap: given the tokens to compute again and the blocks to move, whether to swap.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        host: BlockPool | None = None,
+        prefers_swap: Callable[[int, int], bool] = lambda num_tokens, num_blocks: False,
+    ):
         self.config = config
         self.pool = pool
-        self.waiting: collections.deque[Request] = collections.deque()
+        self.blocks = KVCacheManager(
+            pool,
+            host or BlockPool(1),
+            block_size=config.block_size,
+            windows=config.windows,
+            table_width=config.table_width,
+            offload_evicted=config.offload_evicted,
+        )
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.num_swaps = 0
+        self.num_recomputes = 0
+        self._prefers_swap = prefers_swap
         self._free_slots = list(reversed(range(config.max_num_seqs)))
+        # The request that did not fit when it was asked last, and how many blocks were free.
+        self._refused: tuple[Request | None, int] = (None, 0)
 
     def __len__(self) -> int:
         """Requests that are not finished."""
@@ -68,79 +80,318 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-          InvalidRequestError: the pool could never hold it.
+          InvalidRequestError: the pool, or a step, could never hold it.
         """
-        need = self._worst_case_blocks(request)
-        if need > self.pool.num_usable:
-            c = self.config
+        c = self.config
+        if request.width > c.max_num_seqs:
             raise InvalidRequestError(
-                f"{len(request.prompt_token_ids)} prompt tokens and max_tokens "
-                f"{request.params.max_tokens} need {need} blocks of {c.block_size} tokens in "
-                f"{c.num_groups} KV groups; the pool has {self.pool.num_usable}. Shorten the "
+                f"{request.width} sequences at once were asked for; max_num_seqs is "
+                f"{c.max_num_seqs}. Ask for fewer samples or beams, or raise it"
+            )
+        max_tokens = request.params.max_tokens
+        # The last token is never stored.
+        stored = min(request.prompt_len + max_tokens, c.max_model_len) - 1
+        need = self.blocks.worst_case(request.prompt_len, stored, request.width)
+        if need > self.pool.num_usable:
+            raise InvalidRequestError(
+                f"{request.prompt_len} prompt tokens and max_tokens {max_tokens} need {need} "
+                f"blocks of {c.block_size} tokens in {c.num_groups} KV groups for "
+                f"{request.width} sequences; the pool has {self.pool.num_usable}. Shorten the "
                 "request or raise num_blocks"
             )
-        self.waiting.append(request)
+        self.waiting.push(request)
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks, with slots and blocks assigned; empty when there is no work."""
-        chunks = []
+    def schedule(self) -> StepPlan:
+        """The next step, with slots and blocks assigned; without chunks when there is no work."""
+        chunks: list[ScheduledChunk] = []
         budget = self.config.max_num_batched_tokens
-        for request in self.running:
-            budget -= self._schedule_chunk(request, budget, chunks)
-        while budget and self.waiting and self._admits(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.slot = self._free_slots.pop()
-            shape = (self.config.num_groups, self.config.table_width)
-            request.block_tables = np.zeros(shape, np.int32)
-            self.running.append(request)
-            budget -= self._schedule_chunk(request, budget, chunks)
-        return chunks
+        self._make_way()
+        # Every sequence that comes later keeps a token of the budget, so that decodes go on.
+        reserved = sum(len(request.sequences) for request in self.running)
+        num_running, i = len(self.running), 0
+        while i < len(self.running):
+            request = self.running[i]
+            reserved -= len(request.sequences)
+            budget -= self._schedule_request(request, budget - reserved, chunks)
+            i += 1
+        if len(self.running) == num_running:  # nobody was preempted
+            self._admit_waiting(budget, chunks)
+        return StepPlan(chunks, self.blocks.take_transfers())
+
+    def update(self, plan: StepPlan) -> None:
+        """The step was dispatched: its tokens are in the pool, as far as later steps can see."""
+        size = self.config.block_size
+        for sequence, start, num_tokens, samplers in plan.chunks:
+            end = start + num_tokens
+            crosses = end // size != start // size
+            for seq in samplers or (sequence,):
+                seq.num_computed_tokens = end
+                seq.token_on_device = bool(samplers) and seq.request.beam_search is None
+                if crosses:
+                    self.blocks.advance(seq, start, end)
+        self.blocks.end_step()
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """A new running sequence that shares all tokens and blocks of `parent`."""
+        request = parent.request
+        child = Sequence(
+            request,
+            request.num_sequences,
+            list(parent.token_ids),
+            derived_seed(request.seed, request.num_sequences),
+            parent.root,
+            slot=request.spare_slots.pop(),
+            cumulative_logprob=parent.cumulative_logprob,
+        )
+        self.blocks.fork(parent, child)
+        request.num_sequences += 1
+        request.sequences.append(child)
+        return child
 
     def finish(self, request: Request) -> None:
-        """Forget a running or waiting request and return its blocks."""
-        if request.slot is None:
-            self.waiting.remove(request)
-            return
-        self.running.remove(request)
-        self._free_slots.append(request.slot)
-        request.slot = None
-        assert request.block_tables is not None
-        for table in request.block_tables:
-            self.pool.free(table[: request.num_blocks].tolist())
-        request.block_tables, request.num_blocks = None, 0
+        """Forget a request, running or waiting, and return its blocks."""
+        for sequence in list(request.sequences):
+            self._remove(sequence)
+        self._end(request)
 
-    def _schedule_chunk(self, request: Request, budget: int, chunks: list[ScheduledChunk]) -> int:
-        """Append the request's next chunk of at most `budget` tokens; returns its tokens."""
-        start = request.num_computed_tokens
-        chunk = ScheduledChunk(request, start, min(request.num_tokens - start, budget))
-        if chunk.num_tokens:
-            self._grow(request, self._blocks_for(chunk.end))
-            chunks.append(chunk)
-        return chunk.num_tokens
+    def finish_sequence(self, sequence: Sequence) -> None:
+        """Forget one sequence and return its blocks; with the last one its request ends."""
+        self._remove(sequence)
+        if not sequence.request.sequences:
+            self._end(sequence.request)
 
-    def _grow(self, request: Request, num_blocks: int) -> None:
-        """Give the request's table of every group `num_blocks` logical blocks."""
-        new = num_blocks - request.num_blocks
-        if new > 0:
-            groups = self.config.num_groups
-            assert request.block_tables is not None
-            blocks = np.reshape(self.pool.allocate(new * groups), (groups, new))
-            request.block_tables[:, request.num_blocks : num_blocks] = blocks
-            request.num_blocks = num_blocks
+    def continue_beams(self, request: Request, chosen: list[tuple[Sequence, int]]) -> None:
+        """Replace the beams of a request by `(parent, next token)`, in the order given.
 
-    def _admits(self, request: Request) -> bool:
-        if not self._free_slots:
-            return False
-        promised = sum(
-            self._worst_case_blocks(r) - r.num_blocks * self.config.num_groups for r in self.running
+        A parent's first continuation takes its place, further ones fork from it; parents without
+        any are finished.
+        """
+        continued = {parent for parent, _ in chosen}
+        for seq in [seq for seq in request.sequences if seq not in continued]:
+            self._remove(seq)
+        beams: list[Sequence] = []
+        for parent, _ in chosen:
+            beams.append(self.fork(parent) if parent in beams else parent)
+        for seq, (_, token_id) in zip(beams, chosen, strict=True):
+            seq.token_ids.append(token_id)
+        request.sequences = beams
+
+    def check(self) -> None:
+        """Assert the invariants; between steps."""
+        self.blocks.check([*self.running, *self.waiting])
+        slots = [*self._free_slots]
+        for request in self.running:
+            slots += request.spare_slots
+            slots += [seq.slot for seq in request.sequences if seq.slot is not None]
+        assert sorted(slots) == list(range(self.config.max_num_seqs)), "a slot is lost or shared"
+        assert all(seq.slot is None for request in self.waiting for seq in request.sequences), (
+            "a waiting request holds a slot"
         )
-        return self._worst_case_blocks(request) <= self.pool.num_free - promised
 
-    def _worst_case_blocks(self, request: Request) -> int:
-        """Blocks of all groups when the request runs to its end; the last token is never stored."""
-        length = len(request.prompt_token_ids) + request.params.max_tokens
-        stored = min(length, self.config.max_model_len) - 1
-        return self.config.num_groups * self._blocks_for(stored)
+    # --- one request ---
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+    def _schedule_request(
+        self, request: Request, budget: int, chunks: list[ScheduledChunk], *, preempts: bool = True
+    ) -> int:
+        """Append the next chunks of a request, at most `budget` tokens; returns their number.
+
+        Preempts those behind it if it lacks blocks, and itself if that is not enough.
+        """
+        used = 0
+        for seq in tuple(request.sequences):
+            start = seq.num_computed_tokens
+            if (  # most decodes
+                len(seq.token_ids) - start == 1
+                and request.prompt_len <= start < seq.num_blocks * self.config.block_size
+                and not seq.shares_tail
+            ):
+                chunks.append(ScheduledChunk(seq, start, 1, (seq,)))
+                used += 1
+                continue
+            scheduled = self._schedule_sequence(seq, budget - used, chunks, preempts)
+            if scheduled is None:
+                if not used and preempts:
+                    self._preempt(request)
+                break
+            used += scheduled
+        return used
+
+    def _schedule_sequence(
+        self, seq: Sequence, budget: int, chunks: list[ScheduledChunk], preempts: bool
+    ) -> int | None:
+        """Tokens of the chunk that was appended; None if there is no block for even one."""
+        if seq.block_tables is None:
+            hit = self._find_prefix(seq)
+            if hit.is_coming:
+                return 0
+            if not self._make_room(
+                seq.request, lambda: self._find_prefix(seq).num_unowned, preempts
+            ):
+                return None
+            self._start(seq)
+        start = seq.num_computed_tokens
+        num_tokens = min(seq.num_tokens - start, budget)
+        if num_tokens <= 0:
+            return 0
+        if not self._make_room(
+            seq.request, lambda: self.blocks.need(seq, start + num_tokens), preempts
+        ):
+            num_tokens = min(num_tokens, self.blocks.room(seq))
+            if num_tokens <= 0:
+                return None
+        self.blocks.reserve(seq, start + num_tokens)
+        samplers = self._samplers(seq) if start + num_tokens == seq.num_tokens else ()
+        chunks.append(ScheduledChunk(seq, start, num_tokens, samplers))
+        return num_tokens
+
+    def _samplers(self, seq: Sequence) -> tuple[Sequence, ...]:
+        """The sequences that sample behind the last known token; all samples at a prompt's end."""
+        request = seq.request
+        if request.beam_search is not None or request.num_sequences > 1:
+            return (seq,)
+        return (seq, *(self.fork(seq) for _ in range(request.width - 1)))
+
+    def _find_prefix(self, seq: Sequence) -> PrefixHit:
+        """One token at least is computed, and all whose log-probabilities are yet to be found."""
+        limit, request = seq.num_tokens - 1, seq.request
+        if request.params.prompt_logprobs is not None:
+            limit = min(limit, len(request.prompt_logprobs))
+        return self.blocks.find_prefix(seq, limit)
+
+    def _start(self, seq: Sequence) -> None:
+        request = seq.request
+        hit = self._find_prefix(seq)
+        self.blocks.start(seq, hit)
+        if not request.num_preemptions and seq.index == 0:
+            self.blocks.count(request, hit)
+
+    def _make_room(self, request: Request, need: Callable[[], int], preempts: bool) -> bool:
+        """Preempt those behind a request until `need()` blocks are free; False if that fails."""
+        while need() > self.pool.num_free:
+            if not preempts or self.running[-1] is request:
+                return False
+            self._preempt(self.running[-1])
+        return True
+
+    # --- in and out of the running ones ---
+
+    def _admit_waiting(self, budget: int, chunks: list[ScheduledChunk]) -> None:
+        while budget > 0 and self.waiting and self._fits(self.waiting.peek()):
+            request = self.waiting.pop()
+            num_slots = request.num_slots
+            request.spare_slots = [self._free_slots.pop() for _ in range(num_slots)]
+            for seq in request.sequences:
+                seq.slot = request.spare_slots.pop()
+            bisect.insort(self.running, request, key=attrgetter("order"))
+            if request.is_swapped:
+                self.blocks.swap_in(request)
+            budget -= self._schedule_request(request, budget, chunks, preempts=False)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether a waiting request can be admitted now."""
+        if request.num_slots > len(self._free_slots):
+            return False
+        if not self.running:
+            return True
+        refused, free_then = self._refused
+        if request is refused and self.pool.num_free <= free_then:
+            return False  # so that a step costs nothing for those who wait
+        need = self._blocks_to_admit(request)
+        if need is None:
+            return False
+        if need + self._blocks_to_keep() <= self.pool.num_free:
+            return True
+        self._refused = request, self.pool.num_free
+        return False
+
+    def _blocks_to_admit(self, request: Request) -> int | None:
+        """Free blocks that the known tokens of a waiting request take.
+
+        None: this very step computes its next block for another request, so it waits for that.
+        """
+        first, *others = request.sequences
+        if request.is_swapped:
+            return len(self.blocks.blocks_of(request)) + self.config.num_groups * (1 + len(others))
+        hit = self._find_prefix(first)
+        if hit.is_coming:
+            return None
+        computed = hit.num_blocks * self.config.block_size
+        return (
+            hit.num_unowned
+            + self._blocks_to_add(first, computed)
+            + sum(self._blocks_to_add(seq, request.prompt_len) for seq in others)
+        )
+
+    def _blocks_to_keep(self) -> int:
+        """Free blocks that running sequences will soon need: for prompts, and one more to grow."""
+        size = self.config.block_size
+        return sum(
+            self.config.num_groups + self._blocks_to_add(seq, seq.num_blocks * size)
+            for request in self.running
+            for seq in request.sequences
+        )
+
+    def _blocks_to_add(self, seq: Sequence, start: int) -> int:
+        if start >= seq.num_tokens:
+            return 0
+        return self.blocks.blocks_to_add(start, seq.num_tokens, self.config.max_num_batched_tokens)
+
+    def _make_way(self) -> None:
+        """Preempt requests of a lower priority than that of one that waits."""
+        while (
+            self.waiting
+            and self.running
+            and self.running[-1].priority > self.waiting.peek().priority
+            and not self._fits(self.waiting.peek())
+        ):
+            self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        """Stop the last of the running requests and take all of its blocks."""
+        assert request is self.running[-1]
+        self.running.pop()
+        num_blocks = len(self.blocks.blocks_of(request))
+        fits = 0 < num_blocks <= self.blocks.host.num_free
+        if fits and self._prefers_swap(_tokens_to_recompute(request), num_blocks):
+            self.blocks.swap_out(request)
+            self.num_swaps += 1
+        else:
+            for seq in request.sequences:
+                self.blocks.release(seq)
+            request.candidates.clear()
+            self.num_recomputes += 1
+        for seq in request.sequences:
+            assert seq.slot is not None
+            self._free_slots.append(seq.slot)
+            seq.slot = None
+        self._return_spare_slots(request)
+        request.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _remove(self, seq: Sequence) -> None:
+        request = seq.request
+        self.blocks.release(seq)
+        request.sequences.remove(seq)
+        if seq.slot is not None:
+            # Beams that die make room for those that fork.
+            slots = self._free_slots if request.beam_search is None else request.spare_slots
+            slots.append(seq.slot)
+            seq.slot = None
+
+    def _end(self, request: Request) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+        self._return_spare_slots(request)
+
+    def _return_spare_slots(self, request: Request) -> None:
+        self._free_slots += request.spare_slots
+        request.spare_slots = []
+
+
+def _tokens_to_recompute(request: Request) -> int:
+    """Tokens that a request would compute again, its prompt once."""
+    prompt = request.prompt_len
+    own = [max(0, seq.num_computed_tokens - prompt) for seq in request.sequences]
+    return min(prompt, request.sequences[0].num_computed_tokens) + sum(own)

@@ -9,7 +9,7 @@ import pytest
 from pagedjax.batch import FROM_STATE, Batch, build_batch
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import ScheduledChunk
+from pagedjax.plan import ScheduledChunk
 
 NO_SLOT = 9
 

@@ -1,0 +1,49 @@
+"""What a step does: the scheduler writes it down, the runner carries it out."""
+
+import dataclasses
+from typing import NamedTuple
+
+from pagedjax.request import Sequence
+
+
+@dataclasses.dataclass
+class BlockTransfers:
+    """Block movements before a step, in this order; pairs of (source, target).
+
+    Attributes:
+      swap_outs: device to host. swap_ins: host to device. copies: inside the device pool.
+    """
+
+    swap_outs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens `start : start + num_tokens` of a sequence, to be computed in one step.
+
+    `samplers`: the sequences for which a token is picked behind the chunk. None if it ends inside
+    the known tokens; at the end of a prompt all samples of a request.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samplers: tuple[Sequence, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step: what to move first, then what to compute."""
+
+    chunks: list[ScheduledChunk]
+    transfers: BlockTransfers
+
+    @property
+    def samplers(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the step's results."""
+        return [sequence for chunk in self.chunks for sequence in chunk.samplers]
