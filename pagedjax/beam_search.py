@@ -59,15 +59,17 @@ class BeamSearchParams:
         self._require("early_stopping", known, "True, False or 'never'")
         returned = self.num_return_sequences
         in_range = returned is None or 1 <= returned <= self.beam_width
-        self._require("num_return_sequences", in_range, f"in [1, beam_width], {self.beam_width}")
+        self._require(
+            "num_return_sequences", in_range, f"in [1, {self.beam_width}], the beam width"
+        )
 
     def _normalize(self) -> None:
         """Refuse values of a wrong type; integers of any kind (numpy's too) become plain ints."""
-        for name in ("beam_width", "max_tokens", "num_return_sequences"):
+        given = () if self.num_return_sequences is None else ("num_return_sequences",)
+        for name in ("beam_width", "max_tokens", *given):
             value = getattr(self, name)
-            if value is not None or name != "num_return_sequences":
-                self._require(name, isinstance(value, Integral), "an integer")
-                object.__setattr__(self, name, int(value))
+            self._require(name, isinstance(value, Integral), "an integer")
+            object.__setattr__(self, name, int(value))
         self._require("length_penalty", isinstance(self.length_penalty, Real), "a number")
         self._require("stop_token_ids", isinstance(self.stop_token_ids, Iterable), "integers")
         ids = tuple(self.stop_token_ids)

@@ -104,7 +104,7 @@ class LLM:
         yield from self._serve(prompts, adds)
 
     def _serve(
-        self, prompts: list[Prompt], adds: list[Callable[[], str]]
+        self, prompts: list[Prompt], adds: Sequence[Callable[[], str]]
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Queue every prompt by its call of `adds` and yield the outputs as they come."""
         index_of: dict[str, int] = {}

@@ -8,14 +8,17 @@ Every input line is an object with one of
 
 and, where wanted, an "id" (a string or an integer, unique; by default the number of the line) and
 sampling parameters of its own, by the names of SamplingParams ("max_tokens", "temperature",
-"top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "logprobs"). Blank lines are skipped.
+"top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "n",
+"best_of"). Blank lines are skipped.
 
 Every line gets one output line, written as soon as it is done and so not in the order of the input:
 
   {"id": ..., "text": ..., "token_ids": [...], "finish_reason": "stop" | "length"}
   {"id": ..., "error": {"type": "InvalidRequestError", "message": ...}}     a request was refused
 
-with "logprobs" if the line asked for them: for each token {"sampled": x, "top": [[id, x], ...]}.
+with "logprobs" if the line asked for them: for each token {"sampled": x, "top": [[id, x], ...]};
+and "prompt_logprobs" for each prompt token but the first. A line with "n" above 1 gets, in place of
+one text, "completions": [{"text", "token_ids", "finish_reason"}, ...].
 
 The output file is appended to. Lines whose id it holds already are skipped, refused ones too, and a
 last line that an earlier run left half written is dropped: after an interruption, run the same
@@ -44,12 +47,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from pagedjax import (
     LLM,
+    CompletionOutput,
     EngineConfig,
     InvalidRequestError,
     LLMEngine,
     PagedJaxError,
     RequestOutput,
     SamplingParams,
+    TokenLogprobs,
 )
 from pagedjax.config import Dtype
 from pagedjax.demo import GEMMA_3_270M
@@ -219,16 +224,27 @@ def _may_be_result(text: bytes) -> bool:
 
 
 def answer(line_id: LineId, output: RequestOutput) -> Result:
-    completion = output.outputs[0]
+    completions = [_completion(completion) for completion in output.outputs]
+    several = {"completions": completions} if len(completions) > 1 else completions[0]
+    result: Result = {"id": line_id, **several}
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = _logprobs(output.prompt_logprobs)
+    return result
+
+
+def _completion(completion: CompletionOutput) -> Result:
     result: Result = {
-        "id": line_id,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        result["logprobs"] = [dataclasses.asdict(position) for position in completion.logprobs]
+        result["logprobs"] = _logprobs(completion.logprobs)
     return result
+
+
+def _logprobs(positions: tuple[TokenLogprobs, ...]) -> list[Result]:
+    return [dataclasses.asdict(position) for position in positions]
 
 
 def refusal(line_id: LineId, error: PagedJaxError) -> Result:

@@ -61,8 +61,8 @@ Model = Callable[[tuple[int, ...]], np.ndarray]
         ("early_stopping", "always", "True, False or 'never'"),
         ("early_stopping", None, "True, False or 'never'"),
         ("early_stopping", 1, "True, False or 'never'"),
-        ("num_return_sequences", 0, r"in \[1, beam_width\], 4"),
-        ("num_return_sequences", 5, r"in \[1, beam_width\], 4"),
+        ("num_return_sequences", 0, r"in \[1, 4\], the beam width"),
+        ("num_return_sequences", 5, r"in \[1, 4\], the beam width"),
         ("num_return_sequences", 1.5, "an integer"),
         ("stop_token_ids", 5, "integers"),
         ("stop_token_ids", (1, 2.5), "integers"),
@@ -179,6 +179,12 @@ def test_the_rules_of_early_stopping_by_hand(length_penalty, early_stopping, liv
     assert [(c.parent, c.token_id) for c in live] == ([(1, 1), (1, 2)] if lives_on else [])
     assert search.is_done is not lives_on
     assert [h.token_ids for h in search.best()] == kept
+
+
+def test_a_live_beam_that_only_equals_the_worst_hypothesis_does_not_go_on() -> None:
+    search = BeamSearch(BeamSearchParams(1), frozenset({STOP}), 10)
+    assert search.advance([[(STOP, -1.0), (1, -1.0)]]) == []
+    assert search.best() == [Hypothesis((STOP,), -1.0, -1.0, STOP)]
 
 
 def test_at_the_limit_of_tokens_beams_end_without_a_stop_token() -> None:

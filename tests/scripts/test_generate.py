@@ -103,6 +103,25 @@ def test_answers_are_those_of_the_engine(answered: dict[Any, dict], engine: LLME
     }
 
 
+def test_several_samples_and_prompt_logprobs_are_written_as_the_engine_gives_them(
+    tmp_path: Path, engine: LLMEngine, settings: Any
+) -> None:
+    params = {"n": 2, "temperature": 1.0, "seed": 4, "max_tokens": 5, "prompt_logprobs": 1}
+    (tmp_path / "in").write_text(json.dumps({"prompt_token_ids": [3, 1, 4], **params}) + "\n")
+    script.run_job(tmp_path / "in", tmp_path / "out", lambda: engine, settings)
+    (result,) = read(tmp_path / "out").values()
+    (expected,) = LLM(engine).generate([3, 1, 4], SamplingParams(**params, ignore_eos=True))
+    assert [c["token_ids"] for c in result["completions"]] == [
+        list(completion.token_ids) for completion in expected.outputs
+    ]
+    assert len({tuple(c["token_ids"]) for c in result["completions"]}) == 2
+    assert "text" not in result
+    found = [position["sampled"] for position in result["prompt_logprobs"]]
+    assert expected.prompt_logprobs is not None
+    assert found == pytest.approx([p.sampled for p in expected.prompt_logprobs], abs=1e-5)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     ("line_id", "kind", "message"),
     [
