@@ -13,6 +13,7 @@ from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.config import EngineConfig
 from pagedjax.errors import ConfigError, InvalidRequestError, TokenizerError
+from pagedjax.kv_cache_manager import CacheStats
 from pagedjax.memory import block_bytes, default_num_blocks
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, check_same_shapes
@@ -72,7 +73,7 @@ class LLMEngine:
         size = block_bytes(model, config.block_size, kv_dtype)
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
         # Committed to the device as every step's result is: a difference would compile twice.
-        state = jax.device_put(state, device)
+        state, params = jax.device_put((state, params), device)
         self.runner = Runner(model, params, state, self.limits, num_host_blocks)
         self.preemption = PreemptionPolicy(
             config.preemption_mode, size, self.runner.link_bytes_per_s
@@ -87,6 +88,11 @@ class LLMEngine:
         self._arrivals = itertools.count()
         self._weights_version = 0
         self._eos_ids = frozenset(tokenizer.eos_token_ids if tokenizer else ())
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        """Prefix hits and block movements so far."""
+        return self.scheduler.blocks.stats
 
     def add_request(
         self,
@@ -183,7 +189,7 @@ class LLMEngine:
           ConfigError: names the parameter whose shape or dtype differs.
         """
         check_same_shapes(self.runner.params, params)
-        self.runner.params = params
+        self.runner.params = jax.device_put(params, jax.tree.leaves(self.runner.params)[0].sharding)
         self._weights_version += 1
         self.reset_prefix_cache()
         for tracked in self._tracked.values():

@@ -256,7 +256,7 @@ class KVCacheManager:
 
     def _bring_back(self, seq: Sequence, group: int, i: int, on_host: int) -> int:
         key: BlockKey | None = None
-        if seq.root is not None and i < seq.num_computed_tokens // self.block_size:
+        if i < min(len(seq.block_hashes), seq.num_computed_tokens // self.block_size):
             key = (group, seq.block_hashes[i])
             block = self.pool.find(key)
             if block is not None:

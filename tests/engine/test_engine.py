@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model": "sliding",
         "block_size": 2,
         "max_num_batched_tokens": 7,
-        "num_blocks": 41,
+        "num_blocks": 25,
     },
 }
 
@@ -426,11 +426,12 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_and_the_others_finish
     engines: dict[str, LLMEngine],
 ) -> None:
     engine = engines["sliding-tight"]
-    prompts = random_prompts(18, [4, 61, 6])
+    prompts = random_prompts(18, [4, 37, 6])
     first = engine.add_request(prompts[0], greedy(3))
     with pytest.raises(InvalidRequestError) as caught:
-        engine.add_request(prompts[1], greedy(5))
-    for part in ("37 prompt tokens", "max_tokens 5", "need 42 blocks of 2 tokens", "has 40"):
+        engine.add_request(prompts[1], greedy(12))
+    # 24 blocks for the full layers, 3 for those with a window of 5.
+    for part in ("37 prompt tokens", "max_tokens 12", "need 27 blocks of 2 tokens", "has 24"):
         assert part in str(caught.value)
     last = engine.add_request(prompts[2], greedy(3))
     finished = run_all(engine)
