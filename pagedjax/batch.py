@@ -87,34 +87,36 @@ def build_batch(
 
     `no_slot`: a slot index out of range. No chunks gives a batch of padding, for warm-up.
     """
-    query_start = np.full(num_seqs + 1, sum(chunk.num_tokens for chunk in chunks), np.int32)
-    query_start[0] = 0
-    np.cumsum([chunk.num_tokens for chunk in chunks], out=query_start[1 : len(chunks) + 1])
-    token_ids = np.zeros(num_tokens, np.int32)
-    positions = np.zeros(num_tokens, np.int32)
-    block_tables = np.zeros((num_groups, num_seqs, table_width), np.int32)
+    token_ids: list[int] = []
+    positions: list[int] = []
     prompt_rows: list[int] = []
     prompt_targets: list[int] = []
-    for s, (seq, start, length, _) in enumerate(chunks):
-        row, end = int(query_start[s]), start + length
+    for seq, start, length, _ in chunks:
         if length == 1:
-            token_ids[row] = FROM_STATE if seq.token_on_device else seq.token_ids[start]
-            positions[row] = start
+            token_ids.append(FROM_STATE if seq.token_on_device else seq.token_ids[start])
+            positions.append(start)
         else:
-            token_ids[row : row + length] = seq.token_ids[start:end]
-            positions[row : row + length] = np.arange(start, end)
-        block_tables[:, s] = seq.tables
-        known = targets_of(seq, start, end)
-        prompt_rows += range(row + known.start - 1 - start, row + known.stop - 1 - start)
-        prompt_targets += seq.token_ids[known.start : known.stop]
+            token_ids += seq.token_ids[start : start + length]
+            positions += range(start, start + length)
+        if seq.request.params.prompt_logprobs is not None:
+            known, shift = targets_of(seq, start, start + length), len(token_ids) - start - length
+            prompt_rows += range(known.start - 1 + shift, known.stop - 1 + shift)
+            prompt_targets += seq.token_ids[known.start : known.stop]
+    lengths = [chunk.num_tokens for chunk in chunks] + [0] * (num_seqs - len(chunks))
+    query_start = np.zeros(num_seqs + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    block_tables = np.zeros((num_groups, num_seqs, table_width), np.int32)
+    if chunks:
+        tables = [chunk.sequence.tables for chunk in chunks]
+        np.stack(tables, axis=1, out=block_tables[:, : len(chunks)])
     step = StepInput(
-        positions=_device(positions),
+        positions=_column(positions, num_tokens, np.int32),
         query_start=_device(query_start),
         context_lens=_column([chunk.end for chunk in chunks], num_seqs, np.int32),
         block_tables=_device(block_tables),
     )
     return Batch(
-        token_ids=_device(token_ids),
+        token_ids=_column(token_ids, num_tokens, np.int32),
         step=step,
         token_slots=_column([chunk.sequence.slot for chunk in chunks], num_seqs, np.int32),
         sampling=_sampling_input(chunks, query_start, num_seqs, no_slot),

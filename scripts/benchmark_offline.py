@@ -3,8 +3,8 @@
 For each workload: the median over the repeats of seconds, time to first token, prompt and output
 tokens/s, and the floor. The floor of a run is, for every decode step, the bytes of weights and KV
 over the memory bandwidth (the better of a copy and a read), and for the prompts their FLOPs over
-the rate of a bf16 (or float32) matrix product, all measured in the same process. "of floor" is
-floor seconds over measured seconds.
+the rate of a bf16 (or float32) matrix product, all measured in the same process. A prefix that
+several prompts share (W3) counts once. "of floor" is floor seconds over measured seconds.
 
 W1 and W4 are also given as the ratios that the floor is made of: W1's decode as weight bytes a
 second over the bandwidths, W4's prefill as FLOP/s over the matrix product's.
@@ -12,6 +12,7 @@ second over the bandwidths, W4's prefill as FLOP/s over the matrix product's.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -89,16 +90,30 @@ def weight_bytes(params: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def prompt_flops(model: DecoderConfig, length: int) -> float:
-    """Products and attention of a whole prompt, and the logits of its last token."""
+def prompt_flops(model: DecoderConfig, length: int, cached: int = 0) -> float:
+    """Products and attention of a prompt behind `cached` tokens, and its last token's logits."""
     heads = (model.num_heads + 2 * model.num_kv_heads + model.num_heads) * model.head_dim
     layer = model.hidden_size * (heads + 3 * model.intermediate_size)
     keys = sum(
-        sum(min(position + 1, window) for position in range(length)) for window in model.windows
+        sum(min(position + 1, window) for position in range(cached, length))
+        for window in model.windows
     )
     attention = 2 * keys * model.num_heads * model.head_dim
     head = model.vocab_size * model.hidden_size
-    return 2.0 * (length * model.num_layers * layer + attention + head)
+    return 2.0 * ((length - cached) * model.num_layers * layer + attention + head)
+
+
+def shared_lengths(prompts: list[list[int]]) -> list[int]:
+    """Of each prompt, the longest prefix that an earlier one has, too (but for its last token)."""
+    return [
+        max((_common(prompt[:-1], earlier) for earlier in prompts[:i]), default=0)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in same)
 
 
 def kv_bytes(model: DecoderConfig, context: int, itemsize: int) -> int:
@@ -115,7 +130,10 @@ def floor_seconds(llm: LLM, prompts: list[list[int]], new: int, limits: Limits) 
     decode = float(steps * weight_bytes(llm.engine.runner.params))
     for prompt in prompts:
         decode += sum(kv_bytes(model, len(prompt) + step, itemsize) for step in range(1, new))
-    flops = sum(prompt_flops(model, len(prompt)) for prompt in prompts)
+    flops = sum(
+        prompt_flops(model, len(prompt), cached)
+        for prompt, cached in zip(prompts, shared_lengths(prompts), strict=True)
+    )
     return decode / limits.bytes_per_s + flops / limits.product_flops_per_s
 
 

@@ -54,6 +54,20 @@ def test_the_floor_adds_weights_kv_and_prompt_work(benchmark):
     assert benchmark.floor_seconds(llm, [[1, 2, 3]], 3, limits) == pytest.approx(want)
 
 
+def test_a_shared_prefix_counts_once_but_for_the_last_token(benchmark):
+    assert benchmark.shared_lengths([[1, 2, 3], [1, 2, 4], [1, 2, 4], [5], [1, 2]]) == [
+        0,
+        2,
+        2,
+        0,
+        1,
+    ]
+    behind = benchmark.prompt_flops(SLIDING, 9, 4)
+    head = 2 * SLIDING.vocab_size * SLIDING.hidden_size
+    first, whole = benchmark.prompt_flops(SLIDING, 4), benchmark.prompt_flops(SLIDING, 9)
+    assert behind + first - head == whole
+
+
 def test_a_run_generates_what_it_is_timed_for(benchmark):
     llm = benchmark.LLM(tiny_engine(SLIDING))
     seconds, first, rest = benchmark.run_once(llm, [[1, 2, 3], [4, 5]], 4)
