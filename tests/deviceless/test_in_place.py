@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pagedjax import host_blocks
 from pagedjax.batch import build_batch
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
-from pagedjax.models.decoder import abstract_params
+from pagedjax.models.decoder import KVCache, abstract_params
 from pagedjax.models.rope import RopeConfig
 from pagedjax.runner import init_state
 from pagedjax.scheduler import SchedulerConfig
@@ -51,7 +52,7 @@ def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows):
     model = decoder(WINDOWS[windows], dtype)
-    limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.num_groups)
+    limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.windows)
     state = jax.eval_shape(
         lambda: init_state(
             model,
@@ -100,6 +101,20 @@ def test_block_operations_work_in_place(target, dtype):
         assert_in_place(compile_for(target, run, pool, *args, donate=(0,)), pool)
     gathered = compile_for(target, lambda pool, ids: gather_blocks(pool, None, ids), pool, ids)
     assert not gathered.copies_of(pool.shape)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_blocks_move_to_the_host_and_back_without_copying_the_pool(target):
+    stored = storage_dtype("bfloat16", platform(target))
+    pool = jax.ShapeDtypeStruct((4, 4096, 2, 16, 256), stored)
+    cache = KVCache(pool, None, jnp.dtype("bfloat16"), None)
+    ids = jax.ShapeDtypeStruct((32,), jnp.int32)
+    blocks = jax.ShapeDtypeStruct((32, 4, 2, 16, 256), stored)
+    for run, args in ((host_blocks._scatter, (ids, blocks)), (host_blocks._copy, (ids, ids))):
+        assert_in_place(compile_for(target, run, cache, *args, donate=(0,)), pool)
+    gathered = compile_for(target, host_blocks._gather, cache, ids)
+    assert not gathered.copies_of(pool.shape)
+    assert gathered.temp_bytes < pool.size * pool.dtype.itemsize / 2
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -27,6 +27,9 @@ from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_
         ("seed", -1, "at least 0"),
         ("dtype", "float64", "one of .*'bfloat16'"),
         ("kv_cache_dtype", "int3", "one of .*'bfloat16'"),
+        ("preemption_mode", "drop", "one of .*'recompute'"),
+        ("swap_space_bytes", -1, "at least 0"),
+        ("host_cache_bytes", -1, "at least 0"),
         ("attention", "magic", "one of .*'xla'"),
     ],
 )

@@ -30,7 +30,10 @@ def make_input(num_seqs: int, **columns) -> SamplingInput:
         for name, default in defaults.items()
     }
     seed = c["seed"].astype(np.uint64)
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)  # for the step; the sampler does not look at them
     return SamplingInput(
+        row=rows,
+        slot=rows,
         temperature=jnp.asarray(c["temperature"], jnp.float32),
         top_k=jnp.asarray(c["top_k"], jnp.int32),
         top_p=jnp.asarray(c["top_p"], jnp.float32),

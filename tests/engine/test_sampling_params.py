@@ -39,6 +39,14 @@ NAN, INF = float("nan"), float("inf")
         ("logprobs", -1, rf"in \[0, {MAX_LOGPROBS}\]"),
         ("logprobs", MAX_LOGPROBS + 1, rf"in \[0, {MAX_LOGPROBS}\]"),
         ("logprobs", "5", "an integer"),
+        ("prompt_logprobs", -1, rf"in \[0, {MAX_LOGPROBS}\]"),
+        ("prompt_logprobs", MAX_LOGPROBS + 1, rf"in \[0, {MAX_LOGPROBS}\]"),
+        ("prompt_logprobs", 1.0, "an integer"),
+        ("n", 0, "at least 1"),
+        ("n", None, "an integer"),
+        ("n", 1.5, "an integer"),
+        ("best_of", 0, "at least n, 1"),
+        ("best_of", "2", "an integer"),
         ("stop_token_ids", 5, "integers"),
         ("stop_token_ids", "12", "integers"),
         ("stop_token_ids", (1, 2.5), "integers"),
@@ -104,3 +112,29 @@ def test_params_are_frozen_hashable_and_checked_again_when_replaced() -> None:
 def test_the_error_is_a_pagedjax_error_and_a_value_error() -> None:
     assert issubclass(InvalidRequestError, PagedJaxError)
     assert issubclass(InvalidRequestError, ValueError)
+
+
+def test_best_of_is_at_least_n() -> None:
+    with pytest.raises(InvalidRequestError, match="best_of is 2; it must be at least n, 3"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=3, best_of=3).num_samples == 3
+    assert SamplingParams(n=3, best_of=5).num_samples == 5
+    assert SamplingParams(n=3).num_samples == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"), [({"n": 2}, "n is 2"), ({"best_of": 4}, "best_of is 4")]
+)
+def test_several_samples_that_would_all_be_alike_are_refused(
+    fields: dict[str, int], name: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name}; it must be 1 with temperature 0"):
+        SamplingParams(temperature=0.0, **fields)
+    SamplingParams(temperature=0.1, **fields)
+
+
+def test_logprobs_are_computed_where_the_best_samples_are_chosen_by_them() -> None:
+    assert not SamplingParams(n=2).wants_logprobs
+    assert not SamplingParams(n=2, best_of=2).wants_logprobs
+    assert SamplingParams(n=2, best_of=3).wants_logprobs
+    assert SamplingParams(logprobs=0).wants_logprobs
