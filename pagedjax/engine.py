@@ -136,12 +136,16 @@ class LLMEngine:
     def abort(self, request_id: str, sample: int | None = None) -> RequestOutput | None:
         """End a request, or only one of its samples, early and return its blocks.
 
+        Beams cannot be ended one by one; they are not known.
+
         Returns:
           The request's state; None if the request or the sample is not known (any more).
         """
         tracked = self._tracked.get(request_id)
-        if tracked is None:
+        if tracked is None or (sample is not None and tracked.request.beam_search is not None):
             return None
+        if sample is not None and tracked.request.num_sequences < tracked.request.width:
+            return self._abort_early(tracked, sample)
         chosen = [s for s in tracked.request.sequences if sample is None or s.index == sample]
         if not chosen:
             return None
@@ -229,6 +233,16 @@ class LLMEngine:
         self._tracked[request_id] = TrackedRequest(request, self.tokenizer)
         return request_id
 
+    def _abort_early(self, tracked: TrackedRequest, sample: int) -> RequestOutput | None:
+        """End a sample before the prompt's end, where it would begin; with the last one, all."""
+        request = tracked.request
+        if sample in request.unwanted or sample not in range(request.width):
+            return None
+        request.unwanted.add(sample)
+        if len(request.unwanted) == request.width:
+            self._finish(tracked, request.sequences[0], FinishReason.ABORT)
+        return self._report(tracked)
+
     def _root(self, options: RequestOptions, arrival: int, width: int) -> bytes | None:
         """With whom a request shares blocks: many, its own sequences, or nobody."""
         if self.config.enable_prefix_caching and options.use_prefix_cache:
@@ -261,6 +275,9 @@ class LLMEngine:
             request.candidates[seq] = _top(sampled, row, request.beam_search.num_candidates)
             if len(request.candidates) == len(request.sequences):
                 self._advance_beams(tracked, request.beam_search)
+            return
+        if seq.index in request.unwanted:
+            self._finish(tracked, seq, FinishReason.ABORT)
             return
         token_id = int(sampled.token_ids[row])
         seq.token_ids.append(token_id)

@@ -145,13 +145,10 @@ class KVCacheManager:
         device, host = [], []
         for group, window in enumerate(self.windows):
             for i in range(self._first_seen(length * self.block_size, window), length):
-                block = self.pool.find((group, hashes[i]))
-                if block is not None:
+                if (block := self.pool.find((group, hashes[i]))) is not None:
                     device.append((group, i, block))
-                else:
-                    on_host = self.host.find((group, hashes[i]))
-                    assert on_host is not None
-                    host.append((group, i, on_host))
+                elif (block := self.host.find((group, hashes[i]))) is not None:
+                    host.append((group, i, block))
         free = sum(not self.pool.ref_count(block) for _, _, block in device)
         return PrefixHit(length, device, host, free + len(host), is_coming)
 
@@ -187,9 +184,10 @@ class KVCacheManager:
             self._extend_hashes(seq)
             for i in range(start // self.block_size, end // self.block_size):
                 for group in range(self.num_groups):
-                    if block := int(seq.tables[group, i]):
-                        self.pool.register(block, (group, seq.block_hashes[i]))
+                    self._publish(seq, group, i)
         for group, window in enumerate(self.windows):
+            if window > end:
+                continue
             first, seen = seq.first_blocks[group], self._first_seen(end, window)
             if seen > first:
                 table = seq.tables[group]
@@ -197,14 +195,27 @@ class KVCacheManager:
                 table[first:seen] = 0
                 seq.first_blocks[group] = seen
 
+    def _publish(self, seq: Sequence, group: int, i: int) -> None:
+        """Make a full block findable, or take the one that is found already in its place.
+
+        So a resumed request shares its prefix again, even if blocks of a window were gone by which
+        the prefix is found.
+        """
+        block, key = int(seq.tables[group, i]), (group, seq.block_hashes[i])
+        self.pool.register(block, key)
+        known = self.pool.find(key)
+        if known is not None and known != block:
+            self.pool.share([known])
+            self.pool.free([block])
+            seq.tables[group, i] = known
+
     # --- the end of a sequence, and its copies ---
 
     def release(self, seq: Sequence) -> None:
         """Take the blocks of a sequence back, wherever they are."""
         if seq.block_tables is not None:
-            request = seq.request
-            blocks = self._blocks_of(seq)
-            (self.host if request.is_swapped else self.pool).free(blocks)
+            pool = self.host if seq.request.is_swapped else self.pool
+            pool.free(self._blocks_of(seq))
         seq.block_tables, seq.num_blocks, seq.num_computed_tokens = None, 0, 0
         seq.shares_tail = seq.token_on_device = False
 
@@ -272,6 +283,8 @@ class KVCacheManager:
     def take_transfers(self) -> BlockTransfers:
         """What is to be moved before the step that is about to be dispatched."""
         transfers, self._transfers = self._transfers, BlockTransfers()
+        last = {on_host: block for block, on_host in transfers.swap_outs}  # evicted there at once
+        transfers.swap_outs = [(block, on_host) for on_host, block in last.items()]
         return transfers
 
     def end_step(self) -> None:
@@ -308,9 +321,7 @@ class KVCacheManager:
         pool = self.host if seq.request.is_swapped else self.pool
         for group, window in enumerate(self.windows):
             seen = self._first_seen(seq.num_computed_tokens, window)
-            assert seq.tables[group, seen : seq.num_blocks].all(), (
-                "a block in the window is missing"
-            )
+            assert seq.tables[group, seen : seq.num_blocks].all(), "a seen block is missing"
         for group, i, block in self._entries(seq):
             key = pool.key_of(block)
             assert key is None or key == (group, seq.block_hashes[i]), f"block {block}: wrong key"

@@ -100,6 +100,7 @@ class Request:
       sequences: that are not finished, in order of their index (beams: best first).
       num_sequences: how many there have been so far.
       candidates: of the beams, the likeliest next tokens, until all have theirs.
+      unwanted: samples that were aborted before they began.
       spare_slots: rows of the device state that its next sequences will get.
       is_swapped: its blocks are in the host pool.
       prompt_logprobs: of the prompt's second token and on, as far as they are computed.
@@ -118,6 +119,7 @@ class Request:
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_sequences: int = 1
     candidates: dict[Sequence, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    unwanted: set[int] = dataclasses.field(default_factory=set)
     spare_slots: list[int] = dataclasses.field(default_factory=list)
     is_swapped: bool = False
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)

@@ -184,9 +184,8 @@ class Scheduler:
             slots += request.spare_slots
             slots += [seq.slot for seq in request.sequences if seq.slot is not None]
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "a slot is lost or shared"
-        assert all(seq.slot is None for request in self.waiting for seq in request.sequences), (
-            "a waiting request holds a slot"
-        )
+        idle = [seq for request in self.waiting for seq in request.sequences]
+        assert all(seq.slot is None for seq in idle), "a waiting request holds a slot"
 
     # --- one request ---
 
@@ -201,7 +200,8 @@ class Scheduler:
         for seq in tuple(request.sequences):
             start = seq.num_computed_tokens
             if (  # most decodes
-                len(seq.token_ids) - start == 1
+                used < budget
+                and len(seq.token_ids) - start == 1
                 and request.prompt_len <= start < seq.num_blocks * self.config.block_size
                 and not seq.shares_tail
             ):
@@ -224,8 +224,10 @@ class Scheduler:
             hit = self._find_prefix(seq)
             if hit.is_coming:
                 return 0
+            # With the next block: who got blocks back from the host keeps them for this step.
+            groups = self.config.num_groups
             if not self._make_room(
-                seq.request, lambda: self._find_prefix(seq).num_unowned, preempts
+                seq.request, lambda: self._find_prefix(seq).num_unowned + groups, preempts
             ):
                 return None
             self._start(seq)
@@ -254,8 +256,9 @@ class Scheduler:
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
         """One token at least is computed, and all whose log-probabilities are yet to be found."""
         limit, request = seq.num_tokens - 1, seq.request
-        if request.params.prompt_logprobs is not None:
-            limit = min(limit, len(request.prompt_logprobs))
+        known = len(request.prompt_logprobs)
+        if request.params.prompt_logprobs is not None and known < request.prompt_len - 1:
+            limit = min(limit, known)
         return self.blocks.find_prefix(seq, limit)
 
     def _start(self, seq: Sequence) -> None:

@@ -76,8 +76,7 @@ class TrackedRequest:
         if params.num_samples > params.n:
             if not self.is_finished:
                 return ()
-            sequences.sort(key=lambda s: -s.cumulative_logprob / max(1, s.num_output_tokens))
-            sequences = sequences[: params.n]
+            sequences = sorted(sequences, key=_from_best_to_worst)[: params.n]
         return tuple(self._of_sequence(seq) for seq in sequences)
 
     def _of_sequence(self, seq: Sequence) -> CompletionOutput:
@@ -113,6 +112,12 @@ class TrackedRequest:
 
     def _new_text(self, tokenizer: Tokenizer) -> "_Text":
         return _Text(tokenizer.detokenizer(list(self.request.prompt_token_ids)))
+
+
+def _from_best_to_worst(seq: Sequence) -> tuple[bool, float]:
+    """Sorts by the mean log-probability of a token; who was aborted comes last."""
+    mean = seq.cumulative_logprob / max(1, seq.num_output_tokens)
+    return seq.finish_reason is FinishReason.ABORT, -mean
 
 
 @dataclasses.dataclass

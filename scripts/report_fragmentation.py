@@ -8,7 +8,8 @@ wait from the start, so memory is the limit until the queue is empty.
 
 Both layouts have the same memory, that of 16 requests of full length. Contiguous reservation gives
 every running request `max_model_len` slots: the same Scheduler, with one block of that many slots
-per request. Paged requests own the blocks that are allocated to them. A slot is room for one token.
+per request, and 16 requests at most. Paged requests own the blocks that are allocated to them. A
+slot is room for one token.
 
   holds tokens   share of the reserved slots that hold a token: mean over all steps, also those
                  at the end in which the last requests run alone
@@ -17,12 +18,11 @@ per request. Paged requests own the blocks that are allocated to them. A slot is
   never used     share that no token ever fills: internal fragmentation
   running, most  requests at once, mean and maximum
   reserved       share of all memory that is reserved
-  promised       share of all memory that is not reserved but held back: the scheduler admits a
-                 request only if its worst case, `max_tokens`, fits beside those of all others
+  preemptions    how often a request lost its blocks to one that came before it
+  recomputed     share of all computed tokens that had been computed before a preemption
 
-Promised blocks cost no memory but limit how many requests run. That depends on what the requests
-ask for, so the paged rows come twice: with `max_tokens` as the output really is ("exact"), and
-with `max_tokens` up to `max_model_len`, ended early by an end-of-sequence token ("open").
+Nobody knows the lengths in advance: all requests ask for as many tokens as `max_model_len` allows
+and end early, as by an end-of-sequence token. Paged requests are admitted by the tokens they have.
 
 Kwon et al., 2023, "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", figure 2: 96.3% paged; 20.4 to 38.2% contiguous, the former with max_model_len.
@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedjax.block_pool import BlockPool
+from pagedjax.models.config import NO_WINDOW
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler, SchedulerConfig
@@ -47,7 +48,7 @@ BLOCK_SIZES = (8, 16, 32)
 _FULL_LENGTH_REQUESTS = 16  # that fit in memory
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 2048
-_TABLE_WIDTH = 138
+_TABLE_WIDTH = 142
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +66,17 @@ class TraceEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Slots at the end of one step, before finished requests give theirs back."""
+    """Slots at the end of one step, before finished requests give theirs back.
+
+    `computed`: tokens in this step. `preemptions`: up to it.
+    """
 
     running: int
     reserved: int
     held: int
     never_used: int
-    promised: int
+    computed: int
+    preemptions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,6 @@ class Row:
     """One line of the report; shares are in [0, 1], means over the steps."""
 
     layout: str
-    max_tokens: str
     holds_tokens: float
     holds_tokens_at_peak: float
     for_later: float
@@ -87,7 +91,8 @@ class Row:
     running_mean: float
     running_max: int
     reserved: float
-    promised: float
+    preemptions: int
+    recomputed: float
     steps: int
 
 
@@ -103,57 +108,71 @@ def make_trace(seed: int, num_requests: int, max_model_len: int) -> list[TraceEn
 
 
 def replay(
-    trace: list[TraceEntry], *, block_size: int, max_model_len: int, exact: bool
+    trace: list[TraceEntry],
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    max_num_seqs: int = _MAX_NUM_SEQS,
 ) -> Iterator[Step]:
-    """Run the trace to its end. `exact`: requests ask for as many tokens as they will get."""
+    """Run the trace to its end, with `num_blocks` that requests can own."""
     config = SchedulerConfig(
-        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
         max_model_len=max_model_len,
         block_size=block_size,
-        num_groups=1,
+        windows=(NO_WINDOW,),
     )
-    num_slots = _FULL_LENGTH_REQUESTS * max_model_len
-    pool = BlockPool(num_slots // block_size + 1)
-    scheduler = Scheduler(config, pool)
+    scheduler = Scheduler(config, BlockPool(num_blocks + 1))
+    params = SamplingParams(max_tokens=max_model_len)
     for index, entry in enumerate(trace):
-        params = SamplingParams(max_tokens=entry.output if exact else max_model_len)
-        scheduler.add(Request(str(index), [0] * entry.prompt, params, arrival=index, seed=0))
+        prompt = (0,) * entry.prompt
+        scheduler.add(Request(str(index), prompt, params, arrival=index, seed=0))
     while len(scheduler):
-        for chunk in scheduler.schedule():
-            samples = chunk.samples
-            chunk.request.num_computed_tokens = chunk.end
-            if samples:
-                chunk.request.output_token_ids.append(0)
-        yield _measure(scheduler, trace)
+        plan = scheduler.schedule()
+        scheduler.update(plan)
+        for seq in plan.samplers:
+            seq.token_ids.append(0)
+        yield _measure(scheduler, trace, computed=sum(chunk.num_tokens for chunk in plan.chunks))
         for request in list(scheduler.running):
-            if len(request.output_token_ids) == trace[request.arrival].output:
+            if request.sequences[0].num_output_tokens == trace[request.arrival].output:
                 scheduler.finish(request)
 
 
-def _measure(scheduler: Scheduler, trace: list[TraceEntry]) -> Step:
-    size, max_model_len = scheduler.config.block_size, scheduler.config.max_model_len
-    reserved = held = never_used = promised = 0
+def _measure(scheduler: Scheduler, trace: list[TraceEntry], computed: int) -> Step:
+    size = scheduler.config.block_size
+    reserved = held = never_used = 0
     for request in scheduler.running:
-        own, entry = request.num_blocks * size, trace[request.arrival]
+        (seq,) = request.sequences
+        own = seq.num_blocks * size
         reserved += own
-        held += request.num_computed_tokens
-        never_used += max(0, own - entry.stored)
-        worst = min(entry.prompt + request.params.max_tokens, max_model_len) - 1
-        promised += -(-worst // size) * size - own
+        held += seq.num_computed_tokens
+        never_used += max(0, own - trace[request.arrival].stored)
     assert reserved == (scheduler.pool.num_usable - scheduler.pool.num_free) * size
-    return Step(len(scheduler.running), reserved, held, never_used, promised)
+    running, preemptions = len(scheduler.running), scheduler.num_recomputes
+    return Step(running, reserved, held, never_used, computed, preemptions)
 
 
-def summarize(layout: str, max_tokens: str, steps: list[Step], num_slots: int) -> Row:
+def replay_contiguous(trace: list[TraceEntry], max_model_len: int) -> Iterator[Step]:
+    """The same with one block of `max_model_len` slots a request."""
+    return replay(
+        trace,
+        block_size=max_model_len,
+        # Twice what can be used: the scheduler keeps a block free for each request to grow.
+        num_blocks=2 * _FULL_LENGTH_REQUESTS,
+        max_model_len=max_model_len,
+        max_num_seqs=_FULL_LENGTH_REQUESTS,
+    )
+
+
+def summarize(layout: str, steps: list[Step], trace: list[TraceEntry], num_slots: int) -> Row:
     """Means over the steps, one step counting like another."""
-
+    computed = sum(s.computed for s in steps)
     reserved = np.array([s.reserved for s in steps])
     held = np.array([s.held for s in steps]) / reserved
     never_used = np.array([s.never_used for s in steps]) / reserved
     return Row(
         layout=layout,
-        max_tokens=max_tokens,
         holds_tokens=float(held.mean()),
         holds_tokens_at_peak=float(held[reserved == reserved.max()].mean()),
         for_later=float((1 - held - never_used).mean()),
@@ -161,7 +180,8 @@ def summarize(layout: str, max_tokens: str, steps: list[Step], num_slots: int) -
         running_mean=float(np.mean([s.running for s in steps])),
         running_max=max(s.running for s in steps),
         reserved=float(reserved.mean()) / num_slots,
-        promised=float(np.mean([s.promised for s in steps])) / num_slots,
+        preemptions=steps[-1].preemptions,
+        recomputed=1 - sum(entry.stored for entry in trace) / computed,
         steps=len(steps),
     )
 
@@ -169,34 +189,34 @@ def summarize(layout: str, max_tokens: str, steps: list[Step], num_slots: int) -
 def report(
     trace: list[TraceEntry], max_model_len: int, block_sizes: tuple[int, ...] = BLOCK_SIZES
 ) -> list[Row]:
-    """Contiguous reservation first, then every block size with exact and open `max_tokens`."""
+    """Contiguous reservation first, then every block size."""
     num_slots = _FULL_LENGTH_REQUESTS * max_model_len
-
-    def row(layout: str, block_size: int, exact: bool, max_tokens: str) -> Row:
-        steps = replay(trace, block_size=block_size, max_model_len=max_model_len, exact=exact)
-        return summarize(layout, max_tokens, list(steps), num_slots)
-
-    rows = [row(f"contiguous, {max_model_len} slots", max_model_len, True, "any")]
-    for exact, max_tokens in ((True, "exact"), (False, "open")):
-        rows += [row(f"paged, blocks of {size}", size, exact, max_tokens) for size in block_sizes]
+    steps = list(replay_contiguous(trace, max_model_len))
+    rows = [summarize(f"contiguous, {max_model_len} slots", steps, trace, num_slots)]
+    for size in block_sizes:
+        num_blocks = num_slots // size
+        steps = list(
+            replay(trace, block_size=size, num_blocks=num_blocks, max_model_len=max_model_len)
+        )
+        rows.append(summarize(f"paged, blocks of {size}", steps, trace, num_slots))
     return rows
 
 
 def make_table(rows: list[Row]) -> Table:
-    table = Table("layout", "max_tokens", title="Reserved KV memory")
+    table = Table("layout", title="Reserved KV memory")
     columns = ["holds tokens", "at peak", "for later", "never used", "running", "most"]
-    for column in [*columns, "reserved", "promised", "steps"]:
+    for column in [*columns, "reserved", "preemptions", "recomputed", "steps"]:
         table.add_column(column, justify="right")
     for r in rows:
         shares = (r.holds_tokens, r.holds_tokens_at_peak, r.for_later, r.never_used)
         table.add_row(
             r.layout,
-            r.max_tokens,
             *(f"{share:.1%}" for share in shares),
             f"{r.running_mean:.1f}",
             str(r.running_max),
             f"{r.reserved:.1%}",
-            f"{r.promised:.1%}",
+            f"{r.preemptions:,}",
+            f"{r.recomputed:.1%}",
             f"{r.steps:,}",
         )
     return table

@@ -1,274 +1,230 @@
-"""The scheduler keeps its limits and serves everybody, whatever comes."""
+"""The scheduler keeps its limits, serves everybody, and nobody reads what is not theirs."""
 
-import dataclasses
+from collections import Counter
+from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.block_pool import BlockPool
 from pagedjax.errors import InvalidRequestError
-from pagedjax.request import Request
-from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import ScheduledChunk, Scheduler, SchedulerConfig
+from pagedjax.scheduler import SchedulerConfig
+from tests.engine.scripted import Script, chunks
+from tests.engine.simulation import (
+    NO_WINDOW,
+    Arrival,
+    Simulation,
+    Workload,
+    random_workload,
+    worst_case,
+)
+
+# --- whole days ---
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """A request of a simulated day: it stops after `num_outputs` or is aborted at a step."""
-
-    step: int
-    prompt_len: int
-    max_tokens: int
-    num_outputs: int
-    abort_step: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    config: SchedulerConfig
-    num_blocks: int
-    arrivals: list[Arrival]
+def test_in_many_random_days_everything_happens_and_every_step_is_right() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(250):
+        sim = Simulation(random_workload(Random(seed)))
+        sim.run()
+        happened.update(vars(sim.scheduler.blocks.stats))
+        happened.update(swaps=sim.scheduler.num_swaps, recomputes=sim.scheduler.num_recomputes)
+    assert all(count > 20 for count in happened.values()), happened
 
 
-@st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    max_num_seqs = draw(st.integers(1, 5))
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
-        max_model_len=draw(st.integers(2, 40)),
-        block_size=draw(st.integers(1, 8)),
-        num_groups=draw(st.integers(1, 3)),
-    )
-    arrivals = []
-    for _ in range(draw(st.integers(1, 12))):
-        prompt_len = draw(st.integers(1, config.max_model_len - 1))
-        max_tokens = draw(st.integers(1, 40))
-        most = min(max_tokens, config.max_model_len - prompt_len)
-        arrivals.append(
-            Arrival(
-                step=draw(st.integers(0, 30)),
-                prompt_len=prompt_len,
-                max_tokens=max_tokens,
-                num_outputs=draw(st.integers(1, most)),
-                abort_step=draw(st.none() | st.integers(0, 40)),
-            )
+@settings(max_examples=150, deadline=None)
+@given(st.randoms())
+def test_any_workload_is_served_within_the_limits(random: Random) -> None:
+    Simulation(random_workload(random)).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_in_thousands_of_random_days_every_step_is_right(part: int) -> None:
+    for seed in range(1000 * (part + 1), 1000 * (part + 2)):
+        Simulation(random_workload(Random(seed))).run()
+
+
+def test_a_thousand_aborts_leave_every_block_free() -> None:
+    random = Random(0)
+    config = SchedulerConfig(12, 20, 32, 2, (3, NO_WINDOW), offload_evicted=True)
+    arrivals = [
+        Arrival(
+            step,
+            prompt=tuple(random.choices([0, 1], k=random.randint(1, 8))),
+            max_tokens=24,
+            width=random.randint(1, 2),
+            is_beam_search=random.random() < 0.3,
+            abort_step=step + random.randint(0, 80),
+            abort_sample_step=step + random.randint(0, 80),
         )
-    arrivals.sort(key=lambda a: a.step)
-    return Workload(config, draw(st.integers(2, 60)), arrivals)
+        for step in range(1000)
+    ]
+    sim = Simulation(Workload(config, 45, 60, arrivals, "random"))
+    sim.run()
+    assert sim.scheduler.num_swaps > 10
+    assert sim.scheduler.num_recomputes > 10
 
 
-def make_request(index: int, prompt_len: int, max_tokens: int) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
-    return Request(f"r{index}", list(range(prompt_len)), params, arrival=index, seed=0)
-
-
-def make_scheduler(
-    num_blocks: int,
-    *,
-    max_num_seqs: int = 4,
-    budget: int = 16,
-    max_model_len: int = 32,
-    block_size: int = 4,
-    num_groups: int = 1,
-) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs, budget, max_model_len, block_size, num_groups)
-    return Scheduler(config, BlockPool(num_blocks))
-
-
-def apply(chunks: list[ScheduledChunk], token: int = 0) -> None:
-    """What the engine does with a step's results."""
-    for chunk in chunks:
-        samples = chunk.samples
-        chunk.request.num_computed_tokens = chunk.end
-        if samples:
-            chunk.request.output_token_ids.append(token)
-
-
-def worst_case(config: SchedulerConfig, request: Request) -> int:
-    """Blocks of a request whose last token ends at `max_tokens` or `max_model_len`."""
-    total = min(len(request.prompt_token_ids) + request.params.max_tokens, config.max_model_len)
-    return config.num_groups * len(range(0, total - 1, config.block_size))
-
-
-class Simulation:
-    """Runs a workload and checks every step of it."""
-
-    def __init__(self, workload: Workload):
-        self.workload = workload
-        self.pool = BlockPool(workload.num_blocks)
-        self.scheduler = Scheduler(workload.config, self.pool)
-        self.live: dict[Request, Arrival] = {}
-        self.computed: dict[Request, int] = {}
-        self.admitted: list[int] = []
-
-    def run(self) -> None:
-        arrivals = dict(enumerate(self.workload.arrivals))
-        # Steps in which anything happens: one for every chunk, and up to the last arrival or abort.
-        for step in range(3000):
-            for index in [i for i, a in arrivals.items() if a.step <= step]:
-                self.arrive(index, arrivals.pop(index))
-            for request in [r for r, a in self.live.items() if a.abort_step == step]:
-                self.end(request)
-            if not arrivals and not self.live:
-                break
-            self.step()
-        else:
-            raise AssertionError(f"{len(self.live)} requests never finish")
-        assert len(self.scheduler) == 0
-        assert self.pool.num_free == self.pool.num_usable
-        assert self.admitted == sorted(self.admitted), "first come, first served"
-
-    def arrive(self, index: int, arrival: Arrival) -> None:
-        request = make_request(index, arrival.prompt_len, arrival.max_tokens)
-        need = worst_case(self.workload.config, request)
-        if need > self.pool.num_usable:
-            with pytest.raises(InvalidRequestError) as caught:
-                self.scheduler.add(request)
-            for number in (arrival.prompt_len, arrival.max_tokens, need, self.pool.num_usable):
-                assert f" {number}" in f" {caught.value}"
-        else:
-            self.scheduler.add(request)
-            self.live[request] = arrival
-            self.computed[request] = 0
-
-    def step(self) -> None:
-        scheduler, config = self.scheduler, self.workload.config
-        before = list(scheduler.running)
-        chunks = scheduler.schedule()
-        self.admitted += [r.arrival for r in scheduler.running if r not in before]
-        total = sum(chunk.num_tokens for chunk in chunks)
-        assert total <= config.max_num_batched_tokens
-        assert len(scheduler.running) <= config.max_num_seqs
-        # Nobody who runs goes without a token, and one step's work is never put off.
-        assert [chunk.request for chunk in chunks] == scheduler.running
-        assert all(chunk.num_tokens >= 1 for chunk in chunks)
-        self.check_admission(total)
-        self.check_slots_and_blocks(chunks)
-        for chunk in chunks:
-            self.check_progress(chunk)
-        apply(chunks)
-        for chunk in chunks:
-            arrival = self.live[chunk.request]
-            if len(chunk.request.output_token_ids) == arrival.num_outputs:
-                # The prompt and all outputs but the last were computed, each exactly once.
-                expected = arrival.prompt_len + arrival.num_outputs - 1
-                assert self.computed[chunk.request] == expected
-                self.end(chunk.request)
-
-    def check_progress(self, chunk: ScheduledChunk) -> None:
-        request = chunk.request
-        assert chunk.start == self.computed[request], "in order, without gaps or repeats"
-        assert chunk.end <= request.num_tokens
-        assert chunk.samples == (chunk.end == request.num_tokens)
-        if request.output_token_ids:
-            assert chunk.num_tokens == 1
-        self.computed[request] = chunk.end
-
-    def check_slots_and_blocks(self, chunks: list[ScheduledChunk]) -> None:
-        config, running = self.workload.config, self.scheduler.running
-        slots = [request.slot for request in running]
-        assert len(set(slots)) == len(slots)
-        assert set(slots) <= set(range(config.max_num_seqs))
-        owned: list[int] = []
-        for chunk in chunks:
-            tables, used = chunk.request.block_tables, len(range(0, chunk.end, config.block_size))
-            assert tables is not None
-            assert tables.shape[0] == config.num_groups
-            assert (tables[:, used:] == 0).all()
-            owned += tables[:, :used].ravel().tolist()
-        assert 0 not in owned
-        assert len(set(owned)) == len(owned), "no block has two owners"
-        assert self.pool.num_free == self.pool.num_usable - len(owned)
-        self.pool.check()
-
-    def check_admission(self, total: int) -> None:
-        """Whoever runs can run to the end, and nobody waits without need."""
-        scheduler, config = self.scheduler, self.workload.config
-        promised = sum(worst_case(config, request) for request in scheduler.running)
-        assert promised <= self.pool.num_usable
-        if not scheduler.waiting:
-            return
-        need = worst_case(config, scheduler.waiting[0])
-        assert (
-            total == config.max_num_batched_tokens
-            or len(scheduler.running) == config.max_num_seqs
-            or need > self.pool.num_usable - promised
-        )
-
-    def end(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        assert request.slot is None
-        assert request.block_tables is None
-        del self.live[request]
-
-
-@settings(max_examples=200, deadline=None)
-@given(workloads())
-def test_any_workload_is_served_within_the_limits(workload: Workload) -> None:
-    Simulation(workload).run()
+# --- chunks and the budget ---
 
 
 def test_a_long_prompt_is_chunked_beside_running_decodes() -> None:
-    scheduler = make_scheduler(100, budget=6)
-    for index, prompt_len in enumerate([2, 15]):
-        scheduler.add(make_request(index, prompt_len, max_tokens=9))
-    steps = []
-    for _ in range(5):
-        chunks = scheduler.schedule()
-        steps.append([(c.start, c.num_tokens, c.samples) for c in chunks])
-        apply(chunks)
-    assert steps == [
-        [(0, 2, True), (0, 4, False)],
-        [(2, 1, True), (4, 5, False)],
-        [(3, 1, True), (9, 5, False)],
-        [(4, 1, True), (14, 1, True)],
-        [(5, 1, True), (15, 1, True)],
+    sim = Script(100, budget=6)
+    sim.add(1, 2)
+    sim.add(*range(15))
+    assert [chunks(plan) for plan in sim.steps(5)] == [
+        [(1, 0, 2), (2, 0, 4)],
+        [(1, 2, 3), (2, 4, 9)],
+        [(1, 3, 4), (2, 9, 14)],
+        [(1, 4, 5), (2, 14, 15)],
+        [(1, 5, 6), (2, 15, 16)],
     ]
 
 
-def test_a_small_request_does_not_overtake_one_that_waits_for_blocks() -> None:
-    scheduler = make_scheduler(7)  # 6 usable blocks of 4 tokens
-    running, large, small = (
-        make_request(index, prompt_len, max_tokens=2)
-        for index, prompt_len in enumerate([12, 16, 1])
-    )
-    for request in (running, large, small):
-        scheduler.add(request)
-    assert [c.request for c in scheduler.schedule()] == [running]
-    assert list(scheduler.waiting) == [large, small]
-    scheduler.finish(running)
-    assert [c.request for c in scheduler.schedule()] == [large]
+def test_only_a_chunk_that_reaches_the_last_token_samples_and_a_prompt_for_all_samples() -> None:
+    sim = Script(100, budget=6)
+    request = sim.add(*range(8), width=3)
+    first, second, third = sim.steps(3)
+    assert first.samplers == []
+    assert second.samplers == request.sequences
+    assert [seq.index for seq in request.sequences] == [0, 1, 2]
+    assert [c.samplers for c in third.chunks] == [(seq,) for seq in request.sequences]
 
 
-def test_blocks_promised_to_running_requests_are_not_given_to_others() -> None:
-    scheduler = make_scheduler(5)  # 4 usable blocks of 4 tokens
-    first = make_request(0, prompt_len=1, max_tokens=12)  # 1 block now, 3 in the end
-    second = make_request(1, prompt_len=5, max_tokens=1)  # 2 blocks
-    scheduler.add(first)
-    scheduler.add(second)
-    for _ in range(12):
-        chunks = scheduler.schedule()
-        assert [c.request for c in chunks] == [first]
-        apply(chunks)
-    scheduler.finish(first)
-    assert [c.request for c in scheduler.schedule()] == [second]
+def test_samples_have_seeds_of_their_own_and_the_first_that_of_the_request() -> None:
+    sim = Script(100)
+    request = sim.add(1, 2, width=4)
+    sim.step()
+    seeds = [seq.seed for seq in request.sequences]
+    assert seeds[0] == request.seed
+    assert len(set(seeds)) == 4
+
+
+def test_a_swapped_group_that_comes_back_keeps_to_the_budget() -> None:
+    sim = Script(50, num_host_blocks=50, swap="always", budget=4)
+    group = sim.add(1, 2, width=3)
+    sim.steps(2)
+    sim.add(*range(10, 17), priority=-1, max_tokens=2)
+    sim.take(free=2)
+    assert chunks(sim.step()) == [(2, 0, 4)]
+    assert group.is_swapped
+    sim.give_back()
+    # One token of the budget is left for three sequences that have one each to compute.
+    assert chunks(sim.step()) == [(2, 4, 7), (1, 3, 4)]
+    sim.run_to_the_end()
+
+
+def test_no_work_gives_no_chunks() -> None:
+    plan = Script(4).step()
+    assert plan.chunks == plan.samplers == []
+
+
+# --- prefixes ---
+
+
+@pytest.mark.parametrize(("length", "start"), [(7, 4), (8, 4), (9, 8), (10, 8)])
+def test_a_full_hit_computes_the_rest_of_the_last_block_and_one_token_at_least(
+    length: int, start: int
+) -> None:
+    sim = Script(20)
+    sim.add(*range(10), max_tokens=1)
+    sim.run_to_the_end()
+    request = sim.add(*range(length))
+    assert chunks(sim.step()) == [(2, start, length)]
+    assert request.num_cached_tokens == start
+
+
+def test_a_request_waits_for_blocks_that_another_fills_in_the_same_step() -> None:
+    sim = Script(30, budget=6)
+    sim.add(*range(14))
+    sim.add(*range(12), 99)
+    sim.add(7, 7)  # behind it, though it shares nothing: first come, first served
+    assert [chunks(plan) for plan in sim.steps(4)] == [
+        [(1, 0, 6)],
+        [(1, 6, 12)],
+        [(1, 12, 14), (2, 12, 13), (3, 0, 2)],
+        [(1, 14, 15), (2, 13, 14), (3, 2, 3)],
+    ]
+
+
+def test_requests_with_different_roots_share_nothing() -> None:
+    sim = Script(30)
+    for root in ("shared", "private", None):
+        sim.add(*range(9), max_tokens=1, root=root)
+        assert chunks(sim.step())[0][1:] == (0, 9)
+
+
+def test_prompt_logprobs_are_computed_once_and_hits_begin_where_they_are_known() -> None:
+    sim = Script(20)
+    sim.add(*range(8), max_tokens=1)
+    sim.run_to_the_end()
+    request = sim.add(*range(8), wants_prompt_logprobs=True)
+    assert chunks(sim.step()) == [(2, 0, 8)]  # nothing is known of the prompt
+    sim.steps(2)
+    sim.add(50, 51, priority=-1, max_tokens=1)
+    sim.take(free=0)
+    sim.step()
+    assert request.num_preemptions == 1
+    sim.give_back()
+    assert chunks(sim.step())[-1] == (2, 8, 11)  # all is
+
+
+def test_other_weights_leave_running_requests_their_blocks_and_find_no_old_ones() -> None:
+    sim = Script(30)
+    sim.add(*range(9), max_tokens=4)
+    sim.step()
+    sim.update_weights()
+    sim.add(*range(9), max_tokens=4)
+    assert [chunk[1:] for chunk in chunks(sim.step())] == [(9, 10), (0, 9)]
+    sim.run_to_the_end()
+
+
+# --- who is refused ---
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_the_others_go_on() -> None:
-    scheduler = make_scheduler(11, max_model_len=100, num_groups=2)  # 5 tables of 4 tokens each
-    fits = make_request(0, prompt_len=3, max_tokens=2)
-    scheduler.add(fits)
+    sim = Script(11, max_model_len=100, windows=(NO_WINDOW,) * 2)  # 5 tables of 4 tokens each
+    fits = sim.add(1, 2, 3, max_tokens=2)
     with pytest.raises(InvalidRequestError) as caught:
-        scheduler.add(make_request(1, prompt_len=19, max_tokens=3))
+        sim.scheduler.add(sim.make_request(Arrival(0, tuple(range(19)), max_tokens=3)))
     assert str(caught.value).startswith(
-        "19 prompt tokens and max_tokens 3 need 12 blocks of 4 tokens in 2 KV groups; "
-        "the pool has 10."
+        "19 prompt tokens and max_tokens 3 need 12 blocks of 4 tokens in 2 KV groups for "
+        "1 sequences; the pool has 10."
     )
-    assert len(scheduler) == 1
-    assert [c.request for c in scheduler.schedule()] == [fits]
+    with pytest.raises(InvalidRequestError, match=r"5 sequences at once .* max_num_seqs is 4\."):
+        sim.scheduler.add(sim.make_request(Arrival(0, (1,), max_tokens=1, width=5)))
+    assert list(sim.live) == [fits]
+    sim.run_to_the_end()
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "width", "windows", "need"),
+    [
+        (8, 9, 1, (NO_WINDOW,), 4),  # 16 tokens, as the last is not stored
+        (8, 9, 3, (NO_WINDOW,), 2 + 3 * 2),  # the prompt is shared
+        (7, 10, 3, (NO_WINDOW,), 1 + 3 * 3),  # but for its last block, which is not full
+        (8, 9, 1, (5,), 2),  # 5 tokens lie in 2 blocks
+        (8, 9, 1, (6,), 3),  # or in 3
+        (8, 9, 3, (6, NO_WINDOW), min(3 * 3, 8) + 8),
+        (3, 1, 4, (NO_WINDOW,), 4),
+        (1, 1000, 1, (NO_WINDOW,), 8),  # the model ends at 32 tokens
+    ],
+)
+def test_the_worst_case_shares_the_prompt_and_gives_windows_back(
+    prompt_len: int, max_tokens: int, width: int, windows: tuple[int, ...], need: int
+) -> None:
+    sim = Script(need + 1, windows=windows)
+    assert worst_case(sim.workload.config, prompt_len, max_tokens, width) == need
+    sim.add(*range(prompt_len), max_tokens=max_tokens, width=width)
+    sim.run_to_the_end()
+    small = Script(need, windows=windows)
+    request = small.make_request(Arrival(0, tuple(range(prompt_len)), max_tokens, width))
+    with pytest.raises(InvalidRequestError, match=f"need {need} blocks"):
+        small.scheduler.add(request)
+
+
+# --- the end ---
 
 
 @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(12, 5), (1, 1000)])
@@ -276,28 +232,47 @@ def test_a_request_that_fills_the_pool_to_the_last_slot_is_served(
     prompt_len: int, max_tokens: int
 ) -> None:
     # The last token is never stored: 17 tokens, by max_tokens or by max_model_len, take 16 slots.
-    scheduler = make_scheduler(5, max_model_len=17)
-    request = make_request(0, prompt_len, max_tokens)
-    scheduler.add(request)
-    while request.num_tokens < 17:
-        apply(scheduler.schedule())
-    assert scheduler.pool.num_free == 0
-    assert np.count_nonzero(request.block_tables) == 4
-    scheduler.finish(request)
-    assert scheduler.pool.num_free == 4
+    sim = Script(5, max_model_len=17)
+    request = sim.add(*range(prompt_len), max_tokens=max_tokens)
+    while request.sequences[0].num_tokens < 16:
+        sim.step()
+    assert sim.scheduler.pool.num_free == 0
+    sim.step()
+    sim.check_all_is_free()
 
 
 def test_a_waiting_request_can_be_finished_before_it_ran() -> None:
-    scheduler = make_scheduler(9, max_num_seqs=1, budget=4)
-    requests = [make_request(index, prompt_len=2, max_tokens=2) for index in range(3)]
-    for request in requests:
-        scheduler.add(request)
-    scheduler.schedule()
-    scheduler.finish(requests[1])
-    assert list(scheduler.waiting) == [requests[2]]
-    scheduler.finish(requests[0])
-    assert [c.request for c in scheduler.schedule()] == [requests[2]]
+    sim = Script(9, max_num_seqs=1, budget=4)
+    first, second, third = (sim.add(i, i, max_tokens=2) for i in range(3))
+    sim.step()
+    sim.end(second)
+    assert list(sim.scheduler.waiting) == [third]
+    sim.end(first)
+    assert chunks(sim.step()) == [(3, 0, 2)]
 
 
-def test_no_work_gives_no_chunks() -> None:
-    assert make_scheduler(4).schedule() == []
+def test_an_aborted_sample_returns_its_blocks_and_slot_and_its_siblings_go_on() -> None:
+    sim = Script(30)
+    group = sim.add(*range(6), width=3)
+    sim.steps(2)
+    free = sim.scheduler.pool.num_free
+    sim.end_sequence(group.sequences[1])
+    assert sim.scheduler.pool.num_free == free + 1
+    assert [seq.index for seq in group.sequences] == [0, 2]
+    other, another = sim.add(90), sim.add(91)
+    sim.step()
+    assert other in sim.scheduler.running
+    assert another in sim.scheduler.running
+    sim.run_to_the_end()
+
+
+def test_one_sample_that_is_left_needs_one_slot_to_resume() -> None:
+    sim = Script(30, max_num_seqs=3)
+    group = sim.add(*range(6), width=3)
+    sim.steps(2)
+    for _ in range(2):
+        sim.end_sequence(group.sequences[0])
+    assert group.num_slots == 1
+    sim.add(80, width=2)
+    sim.step()
+    assert len(sim.scheduler.running) == 2

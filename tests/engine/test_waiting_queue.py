@@ -1,63 +1,113 @@
-"""The waiting queue serves by priority and arrival, and lets anybody leave."""
+"""The waiting queue serves by priority, then by arrival, whoever leaves in between."""
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.waiting_queue import WaitingQueue
 
 
-def make(arrival: int, priority: int = 0) -> Request:
-    return Request(str(arrival), (1,), SamplingParams(), arrival, seed=0, priority=priority)
+def make_request(arrival: int, priority: int = 0) -> Request:
+    return Request(f"r{arrival}", (1,), SamplingParams(), arrival, seed=0, priority=priority)
 
 
-def drain(queue: WaitingQueue) -> list[int]:
-    order = []
-    while queue:
-        assert queue.peek() is next(iter(queue))
-        order.append(queue.pop().arrival)
-    return order
+class QueueMachine(RuleBasedStateMachine):
+    """Against a list that is sorted whenever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = WaitingQueue()
+        self.waiting: list[Request] = []
+        self.gone: list[Request] = []
+        self.arrivals = 0
+
+    @rule(priority=st.integers(-1, 1))
+    def push(self, priority: int) -> None:
+        self.arrivals += 1
+        request = make_request(self.arrivals, priority)
+        self.queue.push(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.gone))
+        self.gone.remove(request)
+        self.queue.push(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self) -> None:
+        request = self.queue.pop()
+        assert request is self._in_order()[0]
+        self._leave(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.queue.remove(request)
+        self._leave(request)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def refuses_to_remove_who_does_not_wait(self, data: st.DataObject) -> None:
+        with pytest.raises(KeyError):
+            self.queue.remove(data.draw(st.sampled_from(self.gone)))
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert len(self.queue) == len(self.waiting)
+        assert bool(self.queue) == bool(self.waiting)
+        assert list(self.queue) == self._in_order()
+        assert all(request in self.queue for request in self.waiting)
+        assert not any(request in self.queue for request in self.gone)
+        if self.waiting:
+            assert self.queue.peek() is self._in_order()[0]
+
+    def _in_order(self) -> list[Request]:
+        return sorted(self.waiting, key=lambda request: (request.priority, request.arrival))
+
+    def _leave(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.gone.append(request)
 
 
-def test_who_comes_first_is_served_first_unless_priority_says_otherwise() -> None:
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_a_lower_priority_goes_first_and_then_who_arrived_first() -> None:
     queue = WaitingQueue()
-    for arrival, priority in ((2, 0), (0, 1), (3, -1), (1, 0)):
-        queue.push(make(arrival, priority))
-    assert [request.arrival for request in queue] == [3, 1, 2, 0]
-    assert drain(queue) == [3, 1, 2, 0]
-
-
-def test_who_comes_back_takes_its_old_place() -> None:
-    queue = WaitingQueue()
-    requests = [make(arrival) for arrival in range(3)]
-    for request in requests:
+    late, urgent, early, lazy = (
+        make_request(arrival, priority) for arrival, priority in [(3, 0), (9, -5), (1, 0), (0, 2)]
+    )
+    for request in (late, urgent, early, lazy):
         queue.push(request)
-    assert queue.pop() is requests[0]
-    queue.push(requests[0])
-    assert drain(queue) == [0, 1, 2]
+    assert [queue.pop() for _ in range(4)] == [urgent, early, late, lazy]
 
 
-def test_who_does_not_wait_cannot_leave() -> None:
-    with pytest.raises(KeyError):
-        WaitingQueue().remove(make(0))
+def test_a_preempted_request_waits_at_the_place_of_its_arrival() -> None:
+    queue = WaitingQueue()
+    first, second, third = (make_request(arrival) for arrival in range(3))
+    queue.push(first)
+    assert queue.pop() is first
+    queue.push(third)
+    queue.push(second)
+    queue.push(first)
+    assert list(queue) == [first, second, third]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 3))))
-def test_any_comings_and_goings_agree_with_a_sorted_list(moves: list[tuple[str, int]]) -> None:
-    queue, model = WaitingQueue(), []
-    for arrival, (move, number) in enumerate(moves):
-        if move == "push":
-            model.append(make(arrival, priority=number))
-            queue.push(model[-1])
-        elif model and move == "pop":
-            model.sort(key=lambda request: request.order)
-            assert queue.pop() is model.pop(0)
-        elif model:
-            leaving = model.pop(number % len(model))
-            queue.remove(leaving)
-            assert leaving not in queue
-        assert len(queue) == len(model)
-        assert list(queue) == sorted(model, key=lambda request: request.order)
-    assert drain(queue) == [r.arrival for r in sorted(model, key=lambda request: request.order)]
+def test_who_left_is_not_kept_forever() -> None:
+    queue = WaitingQueue()
+    queue.push(make_request(10_000))
+    for arrival in range(1000):
+        request = make_request(arrival)
+        queue.push(request)
+        queue.remove(request)
+        assert queue.peek().arrival == 10_000
+    assert len(queue._heap) == 1

@@ -13,38 +13,39 @@ script = load_script("report_fragmentation")
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[str, str], object]:
+def rows() -> dict[str, object]:
     """The report with its defaults, blocks of 16 tokens."""
     trace = script.make_trace(0, 500, 2048)
-    report = script.report(trace, 2048, block_sizes=(16,))
-    return {(row.layout, row.max_tokens): row for row in report}
+    return {row.layout: row for row in script.report(trace, 2048, block_sizes=(16,))}
 
 
 def test_paged_memory_holds_over_96_percent_and_contiguous_20_to_40(rows) -> None:
-    contiguous = rows["contiguous, 2048 slots", "any"]
+    contiguous = rows["contiguous, 2048 slots"]
     assert 0.2 < contiguous.holds_tokens < 0.4
     assert 0.2 < contiguous.holds_tokens_at_peak < 0.4
-    for max_tokens in ("exact", "open"):
-        paged = rows["paged, blocks of 16", max_tokens]
-        assert paged.holds_tokens > 0.96
-        assert paged.holds_tokens_at_peak > 0.96
+    paged = rows["paged, blocks of 16"]
+    assert paged.holds_tokens > 0.96
+    assert paged.holds_tokens_at_peak > 0.96
 
 
-def test_knowing_max_tokens_lets_more_requests_run_at_once(rows) -> None:
-    contiguous = rows["contiguous, 2048 slots", "any"]
-    exact, unknown = (rows["paged, blocks of 16", kind] for kind in ("exact", "open"))
+def test_paging_lets_more_requests_run_at_once_though_no_length_is_known(rows) -> None:
+    contiguous, paged = rows["contiguous, 2048 slots"], rows["paged, blocks of 16"]
     assert contiguous.running_max == 16
-    assert exact.running_mean > 1.5 * contiguous.running_mean
-    assert exact.steps < contiguous.steps / 1.5
-    # Admission by worst case: what is promised limits concurrency like a contiguous reservation.
-    assert unknown.running_max == 16
-    assert unknown.promised > 0.5 > unknown.reserved
+    assert paged.running_mean > 2 * contiguous.running_mean
+    assert paged.steps < contiguous.steps / 2
+
+
+def test_preemption_is_rare(rows) -> None:
+    contiguous, paged = rows["contiguous, 2048 slots"], rows["paged, blocks of 16"]
+    assert (contiguous.preemptions, contiguous.recomputed) == (0, 0)
+    assert 0 < paged.preemptions < 100
+    assert 0 < paged.recomputed < 0.1
 
 
 def test_shares_add_up(rows) -> None:
     for row in rows.values():
         assert row.holds_tokens + row.for_later + row.never_used == pytest.approx(1)
-        assert 0 < row.reserved + row.promised <= 1
+        assert 0 < row.reserved <= 1
 
 
 def test_the_trace_has_the_lengths_that_are_claimed() -> None:
@@ -60,20 +61,30 @@ def test_the_trace_has_the_lengths_that_are_claimed() -> None:
     assert min(min(e.prompt, e.output) for e in cut) >= 1
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_one_request_by_hand(exact: bool) -> None:
-    # 5 prompt tokens and 3 outputs store 5, 6, then 7 tokens in two blocks of 4; with max_tokens
-    # open, 16 tokens in all, 15 of them stored, take two blocks more.
+def test_one_request_by_hand() -> None:
+    # 5 prompt tokens and 3 outputs store 5, 6, then 7 tokens in two blocks of 4.
     trace = [script.TraceEntry(5, 3)]
-    steps = list(script.replay(trace, block_size=4, max_model_len=16, exact=exact))
+    steps = list(script.replay(trace, block_size=4, num_blocks=4, max_model_len=16))
     assert [dataclasses.astuple(step) for step in steps] == [
-        (1, 8, held, 1, 0 if exact else 8) for held in (5, 6, 7)
+        (1, 8, held, 1, computed, 0) for held, computed in ((5, 5), (6, 1), (7, 1))
     ]
-    row = script.summarize("", "", steps, num_slots=256)
+    row = script.summarize("", steps, trace, num_slots=256)
     assert row.holds_tokens == pytest.approx(6 / 8)
     assert row.never_used == pytest.approx(1 / 8)
     assert row.for_later == pytest.approx(1 / 8)
     assert row.reserved == pytest.approx(8 / 256)
+    assert row.recomputed == 0
+
+
+def test_what_a_preempted_request_computes_again_is_counted() -> None:
+    # Both begin with one block of 4 and need two: the second makes way at its 4 tokens, comes back
+    # when the first is done, and computes them again.
+    trace = [script.TraceEntry(3, 5), script.TraceEntry(3, 5)]
+    steps = list(script.replay(trace, block_size=4, num_blocks=3, max_model_len=8))
+    assert steps[-1].preemptions == 1
+    row = script.summarize("", steps, trace, num_slots=12)
+    assert row.preemptions == 1
+    assert row.recomputed == pytest.approx(4 / (2 * 7 + 4))
 
 
 def test_the_command_prints_a_table_and_writes_json(
@@ -88,12 +99,8 @@ def test_the_command_prints_a_table_and_writes_json(
     assert "…" not in printed
     data = json.loads(file.read_text("utf-8"))
     assert (data["seed"], data["requests"], data["max_model_len"]) == (3, 20, 256)
-    layouts = [(row["layout"], row["max_tokens"]) for row in data["rows"]]
     paged = [f"paged, blocks of {size}" for size in (8, 16, 32)]
-    assert layouts == [
-        ("contiguous, 256 slots", "any"),
-        *((layout, kind) for kind in ("exact", "open") for layout in paged),
-    ]
+    assert [row["layout"] for row in data["rows"]] == ["contiguous, 256 slots", *paged]
     script.main(args)
     assert json.loads(file.read_text("utf-8")) == data, "the same seed gives the same numbers"
 
