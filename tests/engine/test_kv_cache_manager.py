@@ -1,6 +1,7 @@
 """Whatever is shared, copied, swapped and found again: everybody sees their own tokens only."""
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -50,7 +51,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         windows=st.lists(st.sampled_from([1, 3, 5, NO_WINDOW]), min_size=1, max_size=3),
         block_size=st.integers(1, 4),
-        num_blocks=st.integers(12, 30),
+        spare_blocks=st.integers(0, 20),
         num_host_blocks=st.sampled_from([1, 4, 10, 40]),
         offload=st.booleans(),
     )
@@ -58,21 +59,23 @@ class ManagerMachine(RuleBasedStateMachine):
         self,
         windows: list[int],
         block_size: int,
-        num_blocks: int,
+        spare_blocks: int,
         num_host_blocks: int,
         offload: bool,
     ) -> None:
+        width = -(-LONGEST // block_size)  # of a table
         self.manager = KVCacheManager(
-            BlockPool(num_blocks * len(windows)),
+            BlockPool(1 + width * len(windows) + spare_blocks),
             BlockPool(num_host_blocks),
             block_size=block_size,
             windows=tuple(windows),
-            table_width=-(-LONGEST // block_size),
+            table_width=width,
             offload_evicted=offload,
         )
         self.memory = Memory(self.manager)
         self.requests: list[Request] = []
         self.num_arrivals = 0
+        self.num_steps = 0
         self.version = 0
         self.chunks: list[ScheduledChunk] = []
         self.is_open = False  # something is to be dispatched
@@ -84,7 +87,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(
         common=st.integers(0, LONGEST),
         rest=st.lists(TOKENS, max_size=4),
-        root=st.sampled_from(["shared", "shared", "private", None]),
+        root=st.sampled_from(["shared", "shared", "shared", "private", None]),
     )
     def arrive(self, common: int, rest: list[int], root: str | None) -> None:
         self.num_arrivals += 1
@@ -95,14 +98,13 @@ class ManagerMachine(RuleBasedStateMachine):
         prompt = ([0, 0, 1] * common)[:common] + rest
         self.requests.append(make_request(prompt[:LONGEST] or [1], self.num_arrivals, chosen))
 
-    @precondition(lambda self: not self.is_open and self.computed())
+    @precondition(lambda self: not self.is_open and self.forkable())
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        parent = data.draw(st.sampled_from(list(self.computed())))
-        if not parent.request.is_swapped and len(parent.request.sequences) < 4:
-            free = self.manager.pool.num_free
-            self.new_fork(parent)
-            assert self.manager.pool.num_free == free
+        parent = data.draw(st.sampled_from(self.forkable()))
+        free = self.manager.pool.num_free
+        self.new_fork(parent)
+        assert self.manager.pool.num_free == free
 
     @precondition(lambda self: not self.is_open and self.requests)
     @rule(data=st.data())
@@ -112,7 +114,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.request.sequences.remove(seq)
         self.requests = [request for request in self.requests if request.sequences]
 
-    @precondition(lambda self: not self.is_open)
+    @precondition(lambda self: not self.is_open and self.num_steps % 10 == 9)
     @rule(new_weights=st.booleans())
     def forget(self, new_weights: bool) -> None:
         self.manager.pool.forget_keys()
@@ -137,28 +139,37 @@ class ManagerMachine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.idle()))
         manager, blocks = self.manager, self.manager.blocks_of(request)
-        if blocks and len(blocks) <= manager.host.num_free:
+        if len(blocks) <= manager.host.num_free:
             free = manager.host.num_free
             manager.swap_out(request)
             assert manager.host.num_free == free - len(blocks), "the sequences go on sharing"
             self.is_open = True
 
-    @precondition(lambda self: any(r.is_swapped for r in self.requests))
+    @precondition(lambda self: self.swapped())
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
-        swapped = [r for r in self.requests if r.is_swapped and r not in self.has_part]
-        if swapped:
-            request = data.draw(st.sampled_from(swapped))
-            if len(self.manager.blocks_of(request)) <= self.manager.pool.num_free:
-                self.manager.swap_in(request)
-                self.take_part(request)
+        request = data.draw(st.sampled_from(self.swapped()))
+        if len(self.manager.blocks_of(request)) <= self.manager.pool.num_free:
+            self.manager.swap_in(request)
+            self.take_part(request)
 
-    @precondition(lambda self: self.unstarted())
-    @rule(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(self.unstarted()))
+    @rule(random=st.randoms(), is_dispatched=st.sampled_from([True, True, False]))
+    def compute(self, random: Random, is_dispatched: bool) -> None:
+        """Some of the running sequences, each so far as there is room."""
+        busy = {seq for chunk in self.chunks for seq in (chunk.sequence, *chunk.samplers)}
+        for request in random.sample(self.requests, k=len(self.requests)):
+            if request.is_swapped or random.random() < 0.2:
+                continue
+            for seq in tuple(request.sequences):
+                if seq.block_tables is None:
+                    self.start(seq, random.choice([seq.num_tokens - 1, seq.num_tokens // 2]))
+                if seq.block_tables is not None and seq not in busy:
+                    self.compute_more(seq, random)
+        if is_dispatched:
+            self.dispatch()
+
+    def start(self, seq: Sequence, limit: int) -> None:
         manager = self.manager
-        limit = data.draw(st.sampled_from([seq.num_tokens - 1, seq.num_tokens // 2]))
         hit = manager.find_prefix(seq, limit)
         self.check_hit(seq, hit, limit)
         free = manager.pool.num_free
@@ -168,26 +179,25 @@ class ManagerMachine(RuleBasedStateMachine):
             assert seq.num_computed_tokens == hit.num_blocks * manager.block_size <= limit
             self.take_part(seq.request)
 
-    @precondition(lambda self: self.startable())
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(self.startable()))
+    def compute_more(self, seq: Sequence, random: Random) -> None:
         manager, start = self.manager, seq.num_computed_tokens
-        if start == seq.num_tokens:
-            seq.token_ids.append(data.draw(TOKENS))
+        if start == seq.num_tokens < LONGEST:
+            seq.token_ids.append(random.randrange(2))
         room = min(manager.room(seq), seq.num_tokens - start)
         self.check_room(seq, room)
-        if room > 0:
-            end = start + data.draw(st.integers(1, room) | st.just(room))
-            free, need = manager.pool.num_free, manager.need(seq, end)
-            manager.reserve(seq, end)
-            assert manager.pool.num_free == free - need
-            num_forks = data.draw(st.sampled_from([0, 0, 2])) if end == seq.num_tokens else 0
-            samplers = (seq, *(self.new_fork(seq) for _ in range(num_forks)))
-            is_last = end == seq.num_tokens
-            self.chunks.append(ScheduledChunk(seq, start, end - start, samplers if is_last else ()))
-            self.take_part(seq.request)
+        if room <= 0:
+            return
+        end = start + random.choice([room, room, random.randint(1, room)])
+        free, need = manager.pool.num_free, manager.need(seq, end)
+        manager.reserve(seq, end)
+        assert manager.pool.num_free == free - need
+        is_last = end == seq.num_tokens
+        num_forks = random.choice([0, 0, 2]) if is_last and len(seq.request.sequences) < 2 else 0
+        samplers = (seq, *(self.new_fork(seq) for _ in range(num_forks)))
+        self.chunks.append(ScheduledChunk(seq, start, end - start, samplers if is_last else ()))
+        self.take_part(seq.request)
 
+    @precondition(lambda self: self.is_open)
     @rule()
     def dispatch(self) -> None:
         manager = self.manager
@@ -201,6 +211,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert manager.take_transfers() == BlockTransfers()
         for chunk in self.chunks:
             self.check_findable(chunk)
+        self.num_steps += 1
         self.chunks, self.is_open = [], False
         self.has_part.clear()
 
@@ -289,25 +300,22 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # --- who can do what ---
 
-    def computed(self) -> list[Sequence]:
-        return [s for r in self.requests for s in r.sequences if s.block_tables is not None]
-
     def idle(self) -> list[Request]:
-        """Running requests without a part in the step."""
-        return [r for r in self.requests if not r.is_swapped and r not in self.has_part]
-
-    def unstarted(self) -> list[Sequence]:
-        running = [r for r in self.requests if not r.is_swapped]
-        return [s for r in running for s in r.sequences if s.block_tables is None]
-
-    def startable(self) -> list[Sequence]:
-        """Sequences that can be computed further in this step."""
-        busy = {seq for chunk in self.chunks for seq in (chunk.sequence, *chunk.samplers)}
+        """Running requests with blocks and without a part in the step."""
         return [
-            seq
-            for seq in self.computed()
-            if not seq.request.is_swapped and seq not in busy and seq.num_computed_tokens < LONGEST
+            request
+            for request in self.requests
+            if not request.is_swapped
+            and request not in self.has_part
+            and self.manager.blocks_of(request)
         ]
+
+    def swapped(self) -> list[Request]:
+        return [r for r in self.requests if r.is_swapped and r not in self.has_part]
+
+    def forkable(self) -> list[Sequence]:
+        running = [r for r in self.requests if not r.is_swapped and len(r.sequences) < 4]
+        return [s for r in running for s in r.sequences if s.block_tables is not None]
 
     def new_fork(self, parent: Sequence) -> Sequence:
         request = parent.request

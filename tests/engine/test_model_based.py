@@ -105,12 +105,13 @@ def beam_search(draw: st.DrawFn, max_tokens: int, width: int) -> BeamSearchParam
 
 @st.composite
 def arrivals(draw: st.DrawFn, width: int) -> Arrival:
-    prefix = draw(st.sampled_from(PREFIXES))[: draw(st.sampled_from([0, 4, 8, 8, 12]))]
-    tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4))
+    prefix = draw(st.sampled_from(PREFIXES))[: draw(st.sampled_from([0, 3, 8, 8]))]
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2))
     kind = draw(st.sampled_from([sampling, sampling, sampling, beam_search]))
-    params = draw(kind(draw(st.sampled_from([30, 30, 25, 12])), width))
+    params = draw(kind(draw(st.sampled_from([18, 18, 12, 3])), width))
+    keeps_all = isinstance(params, SamplingParams) and params.best_of is None
     return Arrival(
-        step=draw(st.sampled_from([0, 1, 2, 3, 6, 12, 18, 24])),
+        step=draw(st.sampled_from([0, 1, 2, 3, 6, 9, 12, 15])),
         prompt=(*prefix, *tail),
         params=params,
         options=RequestOptions(
@@ -119,7 +120,7 @@ def arrivals(draw: st.DrawFn, width: int) -> Arrival:
             use_prefix_cache=draw(st.sampled_from([True, True, True, False])),
         ),
         abort_after=draw(st.sampled_from([None] * 6 + [0, 3, 9, 20])),
-        abort_sample=draw(st.sampled_from([None, 0, 1, 3])) if kind is sampling else None,
+        abort_sample=draw(st.sampled_from([None, 0, 1, 3])) if keeps_all else None,
     )
 
 
@@ -129,13 +130,13 @@ def workloads(draw: st.DrawFn) -> Workload:
     width = draw(st.sampled_from([1, 1, 2, 3, 4]))
     return Workload(
         model=draw(st.sampled_from(sorted(MODELS))),
-        block_size=draw(st.sampled_from([1, 2, 4])),
+        block_size=draw(st.sampled_from([1, 1, 2, 4])),
         mode=draw(st.sampled_from(["swap", "recompute", "auto"])),
-        spare=draw(st.sampled_from([0, 1, 3])),
+        spare=draw(st.sampled_from([0, 0, 2])),
         host_blocks=draw(st.sampled_from([300, 60, 20, 0])),
         offload=draw(st.booleans()),
         resets=draw(st.booleans()),
-        arrivals=tuple(draw(st.lists(arrivals(width), min_size=4, max_size=8))),
+        arrivals=tuple(draw(st.lists(arrivals(width), min_size=6, max_size=8))),
     )
 
 
