@@ -25,6 +25,7 @@ from pallas_kernels.storage import from_storage
 
 _NEG_INF = -1e30  # finite: a row without keys gives exp(0) * 0, never NaN
 _TILE_ROWS = 512  # rows times query heads per KV head of a prefill tile
+_SHORT_TILE_ROWS = 64  # the same for chunks that are no longer, as behind a cached prefix
 _PREFILL_KEYS = 256  # keys a tile meets in one step of its loop
 _DECODE_KEYS = 128
 
@@ -72,12 +73,19 @@ def xla_attention(
     """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
     call = _Call(pool, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
     num_rows, num_heads, _ = q.shape
-    tile_rows = max(1, min(num_rows, _TILE_ROWS * pool.shape[2] // num_heads))
-    q = jnp.pad(q.astype(jnp.float32), ((0, tile_rows), (0, 0), (0, 0)))
+    short, long = (
+        max(1, min(num_rows, rows * pool.shape[2] // num_heads))
+        for rows in (_SHORT_TILE_ROWS, _TILE_ROWS)
+    )
+    q = jnp.pad(q.astype(jnp.float32), ((0, long), (0, 0), (0, 0)))
     out = jnp.zeros_like(q)
-    is_decode = jnp.diff(batch.query_start) == 1
-    if tile_rows > 1:
-        out = _loop_over_tiles(call, q, out, batch, ~is_decode, tile_rows, _PREFILL_KEYS)
+    lengths = jnp.diff(batch.query_start)
+    is_decode = lengths == 1
+    if long > short:
+        out = _loop_over_tiles(call, q, out, batch, lengths > short, long, _PREFILL_KEYS)
+    if long > 1:
+        chosen = ~is_decode & ((lengths <= short) | (long == short))
+        out = _loop_over_tiles(call, q, out, batch, chosen, short, _PREFILL_KEYS)
     # One loop over sequences is best where a loop step is cheap; elsewhere all of them at once.
     out = lax.platform_dependent(
         q,
@@ -101,7 +109,7 @@ def _loop_over_tiles(
 ) -> jax.Array:
     """Fill `out` f32[N + R, H, D] with the rows of the `chosen` bool[S] sequences, tile by tile.
 
-    A sequence's last tile spills over the rows behind it; whoever owns those comes later.
+    Where a sequence's last tile reaches over the rows behind it, they keep what they have.
     """
     tiles = jnp.where(chosen, _cdiv(jnp.diff(batch.query_start), tile_rows), 0)
     last = jnp.cumsum(tiles)
@@ -115,6 +123,10 @@ def _loop_over_tiles(
         end = position + jnp.minimum(rows_after, tile_rows)
         tile = lax.dynamic_slice_in_dim(q, row, tile_rows)
         tile = _attend_tile(call, pages, tile, position, end, tables[s])
+        if tile_rows > 1:
+            own = jnp.arange(tile_rows, dtype=jnp.int32) < rows_after
+            there = lax.dynamic_slice_in_dim(out, row, tile_rows)
+            tile = jnp.where(own[:, None, None], tile, there)
         return lax.dynamic_update_slice_in_dim(out, tile, row, 0)
 
     return lax.fori_loop(0, last[-1], body, out)
