@@ -78,6 +78,18 @@ def test_prefill_longer_than_a_tile_and_a_key_step():
         )
 
 
+def test_short_and_long_chunks_and_decodes_in_any_order_leave_each_others_rows_alone():
+    # With four query heads on one KV head, tiles have 16 rows for short chunks, else 128.
+    lengths = [(3, 40), (200, 210), (16, 16), (1, 90), (130, 130), (17, 300), (2, 2), (15, 80)]
+    for order in (lengths, lengths[::-1]):
+        case = random_case(0, order, num_heads=4, kv_heads=1, padding_rows=7, padding_seqs=1)
+        for window in (None, 30):
+            options = {"sm_scale": 0.25, "window": window}
+            np.testing.assert_allclose(
+                xla(case, 0, **options), oracle(case, 0, **options), rtol=3e-5, atol=3e-5
+            )
+
+
 def test_the_batched_decode_of_other_platforms_matches_the_oracle():
     from pallas_kernels import xla_attention as module
 
