@@ -6,15 +6,25 @@ there is. `Memory` carries out plans as the runner does, and checks what is read
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from pagedjax.block_hash import block_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.kv_cache_manager import KVCacheManager
 from pagedjax.plan import BlockTransfers, ScheduledChunk
 from pagedjax.request import Request, Sequence
+from pagedjax.sampling_params import SamplingParams
 
 Cell = tuple[int, int, int, int]
 """`(group, position, number of the prefix that ends there, version of the weights)`."""
+
+
+def make_request(
+    prompt: list[int], arrival: int = 0, root: bytes | None = None, **fields: Any
+) -> Request:
+    return Request(
+        f"r{arrival}", tuple(prompt), SamplingParams(), arrival, seed=0, root=root, **fields
+    )
 
 
 class Memory:
@@ -43,7 +53,6 @@ class Memory:
         """Carry out transfers in their order. Blocks are replaced, never changed in place."""
         for pairs in (transfers.swap_outs, transfers.swap_ins, transfers.copies):
             assert all(source and target for source, target in pairs), "the null block moves"
-        for pairs in (transfers.swap_ins, transfers.copies):
             targets = [target for _, target in pairs]
             assert len(set(targets)) == len(targets), "a block is written twice in one call"
         for block, on_host in transfers.swap_outs:

@@ -350,6 +350,7 @@ class Simulation:
         scheduler, config = self.scheduler, self.workload.config
         assert sum(c.num_tokens for c in plan.chunks) <= config.max_num_batched_tokens
         assert len(plan.samplers) <= config.max_num_seqs
+        assert len(plan.transfers.copies) <= config.max_num_seqs * config.num_groups
         slots = [seq.slot for request in scheduler.running for seq in request.sequences]
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(config.max_num_seqs))

@@ -8,11 +8,14 @@ from pagedjax.buckets import Buckets
 
 
 def steps(buckets: Buckets) -> list[tuple[int, int]]:
-    """Every `(tokens, sequences)` that a scheduler within these limits can make."""
+    """Every `(tokens, sequences)` that a scheduler within these limits can make.
+
+    There are more sequences than tokens where several sample behind one prompt.
+    """
     return [
         (tokens, seqs)
         for seqs in range(1, buckets.max_num_seqs + 1)
-        for tokens in range(seqs, buckets.max_num_batched_tokens + 1)
+        for tokens in range(1, buckets.max_num_batched_tokens + 1)
     ]
 
 
@@ -64,6 +67,8 @@ def test_the_number_of_programs_grows_with_the_logarithm_of_the_limits() -> None
         ((100, 1), (128, 1)),
         ((100, 2), (128, 48)),
         ((600, 3), (1000, 48)),
+        ((1, 4), (16, 48)),  # a prompt of one token, and four samples of it
+        ((4, 4), (4, 4)),  # a prompt of four tokens with four samples is like four decodes
     ],
 )
 def test_picks(step: tuple[int, int], bucket: tuple[int, int]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
+from pagedjax.models.config import NO_WINDOW
 from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_params
 
 
@@ -46,6 +47,9 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         block_size=1, num_blocks=2, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1
     )
     EngineConfig(block_size=1024, memory_utilization=1.0, seed=2**70)
+    EngineConfig(swap_space_bytes=0, host_cache_bytes=0)
+    for mode in ("auto", "swap", "recompute"):
+        assert EngineConfig(preemption_mode=mode).preemption_mode == mode
 
 
 def test_max_model_len_may_not_exceed_the_model_and_defaults_to_it() -> None:
@@ -68,6 +72,20 @@ def test_the_pool_has_the_dtype_that_was_asked_for(kv_cache_dtype: Any, meant: s
     cache = tiny_engine(kv_cache_dtype=kv_cache_dtype).runner.state.cache
     assert cache.dtype == meant
     assert cache.pool.dtype.itemsize == cache.dtype.itemsize
+
+
+def test_the_host_pool_holds_the_blocks_of_both_its_uses() -> None:
+    # 2 layers a group, 2 KV heads, 4 tokens, K and V of 8 float32 each.
+    size = 2 * 2 * 4 * 2 * 8 * 4
+    for swap, cache, usable in [(0, 0, 0), (size - 1, 0, 0), (3 * size, 0, 3), (size, 2 * size, 3)]:
+        engine = tiny_engine(block_size=4, swap_space_bytes=swap, host_cache_bytes=cache)
+        assert engine.scheduler.blocks.host.num_usable == usable
+        assert (engine.scheduler.pool.on_evict is not None) == (cache > 0)
+
+
+def test_the_scheduler_gets_the_windows_of_the_model() -> None:
+    assert tiny_engine(SLIDING).limits.windows == SLIDING.kv_layout.windows == (5, NO_WINDOW)
+    assert tiny_engine(UNIFORM).limits.windows == (NO_WINDOW,)
 
 
 def test_an_engine_without_settings_takes_the_defaults() -> None:

@@ -1,339 +1,246 @@
-"""Whatever is shared, copied, swapped and found again: everybody sees their own tokens only."""
+"""Blocks of sequences: what is shared, copied, kept once and moved, by example.
 
-from collections.abc import Iterator
-from random import Random
+`test_kv_cache_machine` tries everything in any order.
+"""
+
+from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
-from pagedjax.block_hash import block_hash, private_root, root_hash
+from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.kv_cache_manager import KVCacheManager, PrefixHit
 from pagedjax.plan import BlockTransfers, ScheduledChunk
 from pagedjax.request import Request, Sequence
-from pagedjax.sampling_params import SamplingParams
-from tests.engine.memory_model import Memory
+from tests.engine.memory_model import Memory, make_request
 
 NO_WINDOW = 2**30
-LONGEST = 24
-MOST_REQUESTS = 5
-TOKENS = st.integers(0, 1)
+ROOT = root_hash(0)
 
 
-def make_request(
-    prompt: list[int], arrival: int = 0, root: bytes | None = None, width: int = 1
-) -> Request:
-    return Request(
-        f"r{arrival}", tuple(prompt), SamplingParams(), arrival, seed=0, root=root, width=width
-    )
+class Driver:
+    """A manager with sequences that are computed to their last known token, step by step."""
 
-
-def seen(position: int, window: int) -> range:
-    """What the token at `position` sees before it."""
-    return range(max(0, position - window + 1), position)
-
-
-class ManagerMachine(RuleBasedStateMachine):
-    """Requests that start, grow, fork, are swapped and dropped in any order that is allowed.
-
-    Between two dispatches a step is put together. Whoever has a part in it keeps what they have
-    until it is dispatched; others can be preempted, and their blocks be used, in the same step.
-    """
-
-    @initialize(
-        windows=st.lists(st.sampled_from([1, 3, 5, NO_WINDOW]), min_size=1, max_size=3),
-        block_size=st.integers(1, 4),
-        spare_blocks=st.integers(0, 20),
-        num_host_blocks=st.sampled_from([1, 4, 10, 40]),
-        offload=st.booleans(),
-    )
-    def begin(
+    def __init__(
         self,
-        windows: list[int],
-        block_size: int,
-        spare_blocks: int,
-        num_host_blocks: int,
-        offload: bool,
-    ) -> None:
-        width = -(-LONGEST // block_size)  # of a table
+        num_blocks: int,
+        num_host_blocks: int = 1,
+        *,
+        block_size: int = 2,
+        windows: tuple[int, ...] = (NO_WINDOW,),
+        offload: bool = False,
+    ):
         self.manager = KVCacheManager(
-            BlockPool(1 + width * len(windows) + spare_blocks),
+            BlockPool(num_blocks),
             BlockPool(num_host_blocks),
             block_size=block_size,
-            windows=tuple(windows),
-            table_width=width,
+            windows=windows,
+            table_width=20,
             offload_evicted=offload,
         )
         self.memory = Memory(self.manager)
         self.requests: list[Request] = []
-        self.num_arrivals = 0
-        self.num_steps = 0
-        self.version = 0
-        self.chunks: list[ScheduledChunk] = []
-        self.is_open = False  # something is to be dispatched
-        self.has_part: set[Request] = set()
 
-    # --- between steps ---
+    def new(self, *prompt: int, root: bytes | None = ROOT) -> Sequence:
+        request = make_request(list(prompt), len(self.requests), root)
+        self.requests.append(request)
+        return request.sequences[0]
 
-    @precondition(lambda self: len(self.requests) < MOST_REQUESTS)
-    @rule(
-        common=st.integers(0, LONGEST),
-        rest=st.lists(TOKENS, max_size=4),
-        root=st.sampled_from(["shared", "shared", "shared", "private", None]),
-    )
-    def arrive(self, common: int, rest: list[int], root: str | None) -> None:
-        self.num_arrivals += 1
-        own = private_root(self.num_arrivals) if root == "private" else None
-        chosen = root_hash(self.version) if root == "shared" else own
-        if chosen is not None:
-            self.memory.versions[chosen] = self.version
-        prompt = ([0, 0, 1] * common)[:common] + rest
-        self.requests.append(make_request(prompt[:LONGEST] or [1], self.num_arrivals, chosen))
-
-    @precondition(lambda self: not self.is_open and self.forkable())
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        parent = data.draw(st.sampled_from(self.forkable()))
-        free = self.manager.pool.num_free
-        self.new_fork(parent)
-        assert self.manager.pool.num_free == free
-
-    @precondition(lambda self: not self.is_open and self.requests)
-    @rule(data=st.data())
-    def end_sequence(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from([s for r in self.requests for s in r.sequences]))
-        self.manager.release(seq)
-        seq.request.sequences.remove(seq)
-        self.requests = [request for request in self.requests if request.sequences]
-
-    @precondition(lambda self: not self.is_open and self.num_steps % 10 == 9)
-    @rule(new_weights=st.booleans())
-    def forget(self, new_weights: bool) -> None:
-        self.manager.pool.forget_keys()
-        self.manager.host.forget_keys()
-        if new_weights:
-            self.version += 1
-            self.memory.weights += 1
-            for request in self.requests:
-                self.num_arrivals += 1
-                request.begin_anew(private_root(self.num_arrivals))
-
-    # --- a step is put together ---
-
-    @precondition(lambda self: self.idle())
-    @rule(data=st.data())
-    def recompute_later(self, data: st.DataObject) -> None:
-        for seq in data.draw(st.sampled_from(self.idle())).sequences:
-            self.manager.release(seq)
-
-    @precondition(lambda self: self.idle())
-    @rule(data=st.data())
-    def swap_out(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.idle()))
-        manager, blocks = self.manager, self.manager.blocks_of(request)
-        if len(blocks) <= manager.host.num_free:
-            free = manager.host.num_free
-            manager.swap_out(request)
-            assert manager.host.num_free == free - len(blocks), "the sequences go on sharing"
-            self.is_open = True
-
-    @precondition(lambda self: self.swapped())
-    @rule(data=st.data())
-    def swap_in(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.swapped()))
-        if len(self.manager.blocks_of(request)) <= self.manager.pool.num_free:
-            self.manager.swap_in(request)
-            self.take_part(request)
-
-    @rule(random=st.randoms(), is_dispatched=st.sampled_from([True, True, False]))
-    def compute(self, random: Random, is_dispatched: bool) -> None:
-        """Some of the running sequences, each so far as there is room."""
-        busy = {seq for chunk in self.chunks for seq in (chunk.sequence, *chunk.samplers)}
-        for request in random.sample(self.requests, k=len(self.requests)):
-            if request.is_swapped or random.random() < 0.2:
-                continue
-            for seq in tuple(request.sequences):
-                if seq.block_tables is None:
-                    self.start(seq, random.choice([seq.num_tokens - 1, seq.num_tokens // 2]))
-                if seq.block_tables is not None and seq not in busy:
-                    self.compute_more(seq, random)
-        if is_dispatched:
-            self.dispatch()
-
-    def start(self, seq: Sequence, limit: int) -> None:
-        manager = self.manager
-        hit = manager.find_prefix(seq, limit)
-        self.check_hit(seq, hit, limit)
-        free = manager.pool.num_free
-        if not hit.is_coming and hit.num_unowned <= free:
-            manager.start(seq, hit)
-            assert manager.pool.num_free == free - hit.num_unowned
-            assert seq.num_computed_tokens == hit.num_blocks * manager.block_size <= limit
-            self.take_part(seq.request)
-
-    def compute_more(self, seq: Sequence, random: Random) -> None:
-        manager, start = self.manager, seq.num_computed_tokens
-        if start == seq.num_tokens < LONGEST:
-            seq.token_ids.append(random.randrange(2))
-        room = min(manager.room(seq), seq.num_tokens - start)
-        self.check_room(seq, room)
-        if room <= 0:
-            return
-        end = start + random.choice([room, room, random.randint(1, room)])
-        free, need = manager.pool.num_free, manager.need(seq, end)
-        manager.reserve(seq, end)
-        assert manager.pool.num_free == free - need
-        is_last = end == seq.num_tokens
-        num_forks = random.choice([0, 0, 2]) if is_last and len(seq.request.sequences) < 2 else 0
-        samplers = (seq, *(self.new_fork(seq) for _ in range(num_forks)))
-        self.chunks.append(ScheduledChunk(seq, start, end - start, samplers if is_last else ()))
-        self.take_part(seq.request)
-
-    @precondition(lambda self: self.is_open)
-    @rule()
-    def dispatch(self) -> None:
-        manager = self.manager
-        self.memory.move(manager.take_transfers())
-        self.memory.compute(self.chunks)
-        for chunk in self.chunks:
-            for seq in chunk.samplers or (chunk.sequence,):
-                seq.num_computed_tokens = chunk.end
-                manager.advance(seq, chunk.start, chunk.end)
-        manager.end_step()
-        assert manager.take_transfers() == BlockTransfers()
-        for chunk in self.chunks:
-            self.check_findable(chunk)
-        self.num_steps += 1
-        self.chunks, self.is_open = [], False
-        self.has_part.clear()
-
-    # --- what must hold ---
-
-    @invariant()
-    def everything_is_right(self) -> None:
-        self.manager.pool.check()
-        self.manager.host.check()
-        if not self.is_open:
-            self.manager.check(self.requests)
-            self.memory.check(self.requests)
-
-    def teardown(self) -> None:
-        if hasattr(self, "manager"):
-            self.dispatch()
-            for request in self.requests:
-                for seq in request.sequences:
-                    self.manager.release(seq)
-            for pool in (self.manager.pool, self.manager.host):
-                assert pool.num_free == pool.num_usable
-
-    def check_hit(self, seq: Sequence, hit: PrefixHit, limit: int) -> None:
-        """Against all prefixes, the longest first."""
-        manager, size = self.manager, self.manager.block_size
-        hashes = []
-        if seq.root is not None:
-            parent = seq.root
-            for i in range(seq.num_tokens // size):
-                parent = block_hash(parent, seq.token_ids[i * size : (i + 1) * size])
-                hashes.append(parent)
-
-        def needed(length: int) -> Iterator[tuple[int, int]]:
-            for group, window in enumerate(manager.windows):
-                for i in sorted({p // size for p in seen(length * size, window)}):
-                    yield group, i
-
-        def is_there(group: int, i: int) -> bool:
-            key = (group, hashes[i])
-            return manager.pool.find(key) is not None or manager.host.find(key) is not None
-
-        possible = range(min(limit // size, len(hashes)), -1, -1)
-        longest = next(n for n in possible if all(is_there(*place) for place in needed(n)))
-        assert hit.num_blocks == longest
-        found = [(group, i) for group, i, _ in (*hit.device, *hit.host)]
-        assert sorted(found) == sorted(needed(longest))
-        for group, i, block in hit.device:
-            assert manager.pool.key_of(block) == (group, hashes[i])
-        for group, i, block in hit.host:
-            assert manager.host.key_of(block) == (group, hashes[i])
-            assert manager.pool.find((group, hashes[i])) is None
-        if hit.is_coming:
-            assert hashes[longest] in self.being_filled()
-        elif longest < possible[0]:
-            assert hashes[longest] not in self.being_filled()
-
-    def being_filled(self) -> set[bytes]:
-        size = self.manager.block_size
-        return {
-            block
-            for seq, start, num_tokens, _ in self.chunks
-            if num_tokens > 1
-            for block in seq.block_hashes[start // size : (start + num_tokens) // size]
-        }
-
-    def check_room(self, seq: Sequence, room: int) -> None:
-        start, free = seq.num_computed_tokens, self.manager.pool.num_free
-        if room > 0:
-            assert self.manager.need(seq, start + room) <= free
-        if room < seq.num_tokens - start:
-            assert self.manager.need(seq, start + max(room, 0) + 1) > free
-
-    def check_findable(self, chunk: ScheduledChunk) -> None:
-        """Full blocks can be found, and those that have left a window are given back."""
-        manager, size = self.manager, self.manager.block_size
-        for seq in chunk.samplers or (chunk.sequence,):
-            if seq.root is not None:
-                for i in range(chunk.start // size, chunk.end // size):
-                    for group in range(manager.num_groups):
-                        assert manager.pool.find((group, seq.block_hashes[i])) is not None
-            for group, window in enumerate(manager.windows):
-                owned = {i for i in range(seq.num_blocks) if seq.tables[group, i]}
-                # The next token needs the block it will be in, too, if that has begun.
-                places = {p // size for p in (*seen(chunk.end, window), chunk.end)}
-                assert owned == {i for i in places if i < seq.num_blocks}
-
-    # --- who can do what ---
-
-    def idle(self) -> list[Request]:
-        """Running requests with blocks and without a part in the step."""
-        return [
-            request
-            for request in self.requests
-            if not request.is_swapped
-            and request not in self.has_part
-            and self.manager.blocks_of(request)
-        ]
-
-    def swapped(self) -> list[Request]:
-        return [r for r in self.requests if r.is_swapped and r not in self.has_part]
-
-    def forkable(self) -> list[Sequence]:
-        running = [r for r in self.requests if not r.is_swapped and len(r.sequences) < 4]
-        return [s for r in running for s in r.sequences if s.block_tables is not None]
-
-    def new_fork(self, parent: Sequence) -> Sequence:
-        request = parent.request
-        request.num_sequences += 1
-        child = Sequence(request, request.num_sequences, list(parent.token_ids), 0, parent.root)
-        request.sequences.append(child)
+    def fork(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, 1, list(parent.token_ids), 0, parent.root)
+        parent.request.sequences.append(child)
         self.manager.fork(parent, child)
         return child
 
-    def take_part(self, request: Request) -> None:
-        self.has_part.add(request)
-        self.is_open = True
+    def start(self, seq: Sequence) -> PrefixHit:
+        hit = self.manager.find_prefix(seq, seq.num_tokens - 1)
+        self.manager.start(seq, hit)
+        return hit
+
+    def step(self, *sequences: Sequence) -> BlockTransfers:
+        """Start who has not started, compute everything, check everything."""
+        manager, chunks = self.manager, []
+        for seq in sequences:
+            if seq.block_tables is None:
+                self.start(seq)
+            start, end = seq.num_computed_tokens, seq.num_tokens
+            if start < end:
+                manager.reserve(seq, end)
+                chunks.append(ScheduledChunk(seq, start, end - start, (seq,)))
+        transfers = manager.take_transfers()
+        self.memory.move(transfers)
+        self.memory.compute(chunks)
+        for seq, start, num_tokens, _ in chunks:
+            seq.num_computed_tokens = start + num_tokens
+            manager.advance(seq, start, seq.num_computed_tokens)
+        manager.end_step()
+        self.check()
+        return transfers
+
+    def check(self) -> None:
+        self.manager.check(self.requests)
+        self.memory.check(self.requests)
+
+    def fill(self, num_blocks: int) -> None:
+        """Use so many free blocks for something that nobody will look for."""
+        blocks = self.manager.pool.allocate(num_blocks)
+        self.memory.move(self.manager.take_transfers())
+        self.manager.pool.free(blocks)
 
 
-TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+def test_the_first_writer_of_a_shared_tail_copies_it_and_the_last_owner_keeps_it() -> None:
+    driver = Driver(20, windows=(NO_WINDOW, NO_WINDOW))
+    parent = driver.new(1, 2, 3)
+    driver.step(parent)
+    tail = parent.tables[:, 1].tolist()
+    first, second = driver.fork(parent), driver.fork(parent)
+    for token, seq in enumerate((parent, first, second)):
+        seq.token_ids.append(10 + token)
+    assert driver.step(parent).copies == [
+        (tail[0], parent.tables[0, 1]),
+        (tail[1], parent.tables[1, 1]),
+    ]
+    assert len(driver.step(first).copies) == 2
+    assert driver.step(second).copies == []
+    assert second.tables[:, 1].tolist() == tail
+    assert (parent.tables[:, 0] == second.tables[:, 0]).all()
+    assert driver.manager.stats.copied == 4
 
 
-@pytest.mark.slow
-class TestManagerMachineDeeply(ManagerMachine.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=400, deadline=None)
+def test_a_fork_behind_a_full_block_copies_nothing() -> None:
+    driver = Driver(20)
+    parent = driver.new(1, 2)
+    driver.step(parent)
+    child = driver.fork(parent)
+    for token, seq in enumerate((parent, child)):
+        seq.token_ids.append(10 + token)
+    assert driver.step(parent, child) == BlockTransfers()
+
+
+def test_without_a_root_nothing_is_found_and_nobody_finds_it() -> None:
+    driver = Driver(20)
+    hidden = driver.new(1, 2, 3, root=None)
+    driver.step(hidden)
+    for root in (None, ROOT):
+        seq = driver.new(1, 2, 3, root=root)
+        assert driver.start(seq).num_blocks == 0
+    assert hidden.block_hashes == []
+
+
+def test_the_same_content_is_kept_once_even_if_it_was_computed_twice() -> None:
+    driver = Driver(20)
+    one, other = driver.new(1, 2, 3), driver.new(1, 2, 4)
+    driver.step(one, other)  # nobody waited for the other
+    assert one.tables[0, 0] == other.tables[0, 0]
+    assert one.tables[0, 1] != other.tables[0, 1]
+
+
+def test_a_sequence_that_does_not_know_its_hashes_yet_may_share_blocks_that_are_found() -> None:
+    driver = Driver(20, 20)
+    parent = driver.new(1, 2, 3)
+    driver.step(parent)
+    child, request = driver.fork(parent), parent.request
+    driver.manager.pool.forget_keys()
+    request.begin_anew(private_root(1))
+    parent.token_ids.append(4)
+    driver.step(parent)  # it fills a block, so it knows its hashes again; the child does not
+    driver.manager.swap_out(request)
+    driver.step()
+    driver.manager.swap_in(request)
+    driver.step()
+    assert driver.manager.pool.key_of(int(child.tables[0, 0])) == (0, parent.block_hashes[0])
+    child.token_ids.append(5)
+    driver.step(child)
+    assert child.block_hashes[0] == parent.block_hashes[0]
+
+
+def test_statistics_count_prompt_tokens_and_where_they_were_found() -> None:
+    driver = Driver(10, 10, offload=True)
+    first = driver.new(1, 2, 3, 4, 5)
+    driver.manager.count(first.request, driver.start(first))
+    driver.step(first)
+    driver.manager.release(first)
+    driver.fill(8)  # of 9 blocks; the head of the prompt is the last to go
+    second = driver.new(1, 2, 3, 4, 5, 6)
+    driver.manager.count(second.request, driver.start(second))
+    driver.step(second)
+    stats = driver.manager.stats
+    assert (stats.prefix_queries, stats.prefix_hits, stats.host_hits) == (11, 4, 2)
+    assert (stats.offloaded, stats.swapped_in, stats.swapped_out) == (1, 0, 0)
+    assert (first.request.num_cached_tokens, second.request.num_cached_tokens) == (0, 4)
+
+
+def test_an_evicted_block_goes_to_the_host_once_and_only_where_there_is_room() -> None:
+    driver = Driver(5, 3, offload=True)  # 4 blocks on the device, 2 on the host
+    for _ in range(3):
+        seq = driver.new(1, 2, 3)
+        driver.step(seq)
+        driver.manager.release(seq)
+        driver.fill(4)
+    assert driver.manager.stats.offloaded == 1
+    assert driver.manager.host.num_cached == 1
+    swapped = driver.new(9, 9, 9)
+    driver.step(swapped)
+    driver.manager.swap_out(swapped.request)  # takes all of the host
+    driver.fill(4)
+    assert driver.manager.stats.offloaded == 1
+    driver.check()
+
+
+def test_host_blocks_that_a_step_reads_are_not_written_in_it() -> None:
+    driver = Driver(5, 2, offload=True)  # 4 blocks on the device, 1 on the host
+    old = driver.new(1, 2, 3)
+    driver.step(old)
+    driver.manager.release(old)
+    driver.fill(4)
+    recent = driver.new(7, 7, 7, 7, 7, 7, 7)
+    driver.step(recent)  # the whole device
+    driver.manager.release(recent)
+    # `again` finds its block on the host, and what it evicts would go there.
+    again = driver.new(1, 2, 3, 4, 5)
+    transfers = driver.step(again)
+    assert len(transfers.swap_ins) == 1
+    assert transfers.swap_outs == []
+
+
+def test_blocks_to_add_counts_what_a_window_needs_at_a_time() -> None:
+    manager = Driver(5, block_size=4, windows=(6, NO_WINDOW)).manager
+    assert manager.blocks_to_add(0, 10, most=100) == 3 + 3
+    assert manager.blocks_to_add(8, 9, most=100) == 1 + 1
+    assert manager.blocks_to_add(3, 100, most=8) == 4 + 25  # 13 tokens lie in 4 blocks at most
+    assert manager.blocks_to_add(6, 8, most=8) == 1 + 1  # the block of a part is needed anew
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda driver, seq: driver.manager.pool.share([1]), "block 1: references differ"),
+        (lambda driver, seq: driver.manager.host.allocate(1), "block 1: references differ"),
+        (lambda driver, seq: seq.tables.__setitem__((0, 1), seq.tables[0, 0]), "twice in a table"),
+        (lambda driver, seq: seq.tables.__setitem__((0, 0), 0), "missing"),
+        (lambda driver, seq: seq.tables.__setitem__((0, 9), 1), None),
+        (lambda driver, seq: seq.block_hashes.__setitem__(0, b"other"), "wrong key"),
+        (lambda driver, seq: setattr(seq, "num_computed_tokens", 5), None),
+    ],
+)
+def test_check_finds_corrupted_tables(
+    corrupt: Callable[[Driver, Sequence], object], message: str | None
+) -> None:
+    driver = Driver(10, 10)
+    seq = driver.new(1, 2, 3)
+    driver.step(seq)
+    corrupt(driver, seq)
+    with pytest.raises(AssertionError, match=message):
+        driver.manager.check(driver.requests)
+
+
+def test_a_memory_that_holds_something_else_is_noticed() -> None:
+    driver = Driver(10)
+    seq = driver.new(1, 2, 3)
+    driver.step(seq)
+    driver.memory.move(BlockTransfers(copies=[(int(seq.tables[0, 1]), int(seq.tables[0, 0]))]))
+    with pytest.raises(AssertionError, match="not its own token"):
+        driver.memory.check(driver.requests)
+    driver.manager.release(seq)
+    with pytest.raises(AssertionError, match="other tokens than its hash says"):
+        driver.memory.check(driver.requests)

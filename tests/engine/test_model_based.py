@@ -23,8 +23,8 @@ from tests.engine.fresh import assert_idle, fresh_engine, step_until_done
 from tests.engine.tiny import SLIDING, UNIFORM, VOCAB, oracle_logprobs, random_prompts
 
 MODELS = {"uniform": UNIFORM, "sliding": SLIDING}
-PREFIXES = random_prompts(1, [24, 24])
-MAX_MODEL_LEN = 48
+PREFIXES = random_prompts(1, [12, 12])
+MAX_MODEL_LEN, MAX_NUM_SEQS = 48, 4
 STOPS = st.sampled_from([(), (), (50, 96)])
 TOLERANCE = 1e-4  # of a log-probability
 
@@ -105,7 +105,7 @@ def beam_search(draw: st.DrawFn, max_tokens: int, width: int) -> BeamSearchParam
 
 @st.composite
 def arrivals(draw: st.DrawFn, width: int) -> Arrival:
-    prefix = draw(st.sampled_from(PREFIXES))[: draw(st.sampled_from([0, 3, 8, 8]))]
+    prefix = draw(st.sampled_from(PREFIXES))[: draw(st.sampled_from([8, 8, 12, 3, 0]))]
     tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2))
     kind = draw(st.sampled_from([sampling, sampling, sampling, beam_search]))
     params = draw(kind(draw(st.sampled_from([18, 18, 12, 3])), width))
@@ -124,10 +124,18 @@ def arrivals(draw: st.DrawFn, width: int) -> Arrival:
     )
 
 
+def intruder(step: int) -> Arrival:
+    """A request of one step that goes before all others and needs two slots or all four."""
+    params = SamplingParams(max_tokens=1, seed=step, n=MAX_NUM_SEQS - step % 3)
+    return Arrival(step, (step,), params, RequestOptions(priority=-1), None, None)
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Requests of about the same size, all of which grow much beyond their prompts."""
     width = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    own = draw(st.lists(arrivals(width), min_size=4, max_size=8))
+    intrusions = range(1, 80, draw(st.sampled_from([2, 2, 3])))
     return Workload(
         model=draw(st.sampled_from(sorted(MODELS))),
         block_size=draw(st.sampled_from([1, 1, 2, 4])),
@@ -136,7 +144,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         host_blocks=draw(st.sampled_from([300, 60, 20, 0])),
         offload=draw(st.booleans()),
         resets=draw(st.booleans()),
-        arrivals=tuple(draw(st.lists(arrivals(width), min_size=6, max_size=8))),
+        arrivals=(*own, *map(intruder, intrusions)),
     )
 
 
@@ -149,10 +157,14 @@ def add(engine: LLMEngine, arrival: Arrival) -> str:
 
 def unlimited(workload: Workload) -> list[RequestOutput]:
     """What comes of every request with room for all and without a prefix cache."""
-    engine = fresh_engine(MODELS[workload.model], workload.block_size, enable_prefix_caching=False)
+    engine = fresh_engine(
+        MODELS[workload.model],
+        workload.block_size,
+        max_num_seqs=MAX_NUM_SEQS,
+        enable_prefix_caching=False,
+    )
     ids = [add(engine, arrival) for arrival in workload.arrivals]
     finished = step_until_done(engine)
-    assert engine.scheduler.num_swaps + engine.scheduler.num_recomputes == 0
     return [finished[request_id] for request_id in ids]
 
 
@@ -163,6 +175,7 @@ def strained_engine(workload: Workload) -> LLMEngine:
     return fresh_engine(
         model,
         size,
+        max_num_seqs=MAX_NUM_SEQS,
         usable_blocks=need + workload.spare,
         host_blocks=workload.host_blocks,
         host_cache_bytes=int(workload.offload),
@@ -221,15 +234,15 @@ def compare(
     Returns:
       How many of its streams are others that are as likely.
     """
-    aborted = any(c.finish_reason is FinishReason.ABORT for c in output.outputs)
-    if isinstance(arrival.params, BeamSearchParams):
-        cut_short = arrival.abort_after is not None and output.completions != expected.completions
-        return 0 if cut_short else compare_beams(output, expected)
-    if not aborted:
-        assert len(output.outputs) == arrival.params.n
-        compare_logprobs(output.prompt_logprobs, expected.prompt_logprobs)
-    elif arrival.params.best_of is not None:
+    params = arrival.params
+    is_choice = isinstance(params, BeamSearchParams) or params.best_of is not None
+    if is_choice and arrival.abort_after is not None:
         return 0  # the best of what there was
+    if isinstance(params, BeamSearchParams):
+        return compare_beams(output, expected)
+    if all(c.finish_reason is not FinishReason.ABORT for c in output.outputs):
+        assert len(output.outputs) == params.n
+        compare_logprobs(output.prompt_logprobs, expected.prompt_logprobs)
     streams = {completion.index: completion for completion in expected.outputs}
     return sum(
         compare_stream(model, arrival, completion, streams[completion.index])
@@ -300,19 +313,17 @@ def stress(max_examples: int) -> Counter[str]:
 
 
 def assert_strained(counts: Counter[str]) -> None:
-    """Everything that can happen did, and often."""
-    print(counts)
-    assert counts["swaps"] + counts["recomputes"] > counts["steps"] / 10, counts
+    """What can happen did happen."""
+    assert counts["swaps"] + counts["recomputes"] > counts["steps"] / 6, counts
     for name in ("swaps", "recomputes", "swapped_in", "copied", "cached", "offloaded", "host_hits"):
-        assert counts[name] > counts["requests"] / 50, counts
+        assert counts[name] > 0, counts
     assert counts["ties"] <= 1, counts
-    print(counts)
 
 
 def test_a_strained_engine_gives_what_an_unlimited_one_gives() -> None:
-    assert_strained(stress(80))
+    assert_strained(stress(120))
 
 
 @pytest.mark.slow
 def test_a_strained_engine_gives_what_an_unlimited_one_gives_many_times() -> None:
-    assert_strained(stress(400))
+    assert_strained(stress(450))

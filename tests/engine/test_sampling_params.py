@@ -78,6 +78,14 @@ def test_a_value_out_of_range_is_refused_with_the_value_and_the_limit(
         ("logprobs", None),
         ("logprobs", 0),
         ("logprobs", MAX_LOGPROBS),
+        ("prompt_logprobs", None),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", MAX_LOGPROBS),
+        ("n", 1),
+        ("n", 1000),
+        ("best_of", None),
+        ("best_of", 1),
+        ("best_of", 1000),
         ("stop_token_ids", ()),
     ],
 )
@@ -85,7 +93,9 @@ def test_the_ends_of_the_ranges_are_allowed(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs"])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n", "best_of"]
+)
 def test_numpy_integers_become_plain_ones(name: str) -> None:
     # A numpy int8 of 100 would overflow in the first sum with a prompt's length.
     value = getattr(SamplingParams(**{name: np.int8(9)}), name)
@@ -123,7 +133,12 @@ def test_best_of_is_at_least_n() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"), [({"n": 2}, "n is 2"), ({"best_of": 4}, "best_of is 4")]
+    ("fields", "name"),
+    [
+        ({"n": 2}, "n is 2"),
+        ({"best_of": 4}, "best_of is 4"),
+        ({"n": 2, "best_of": 2}, "best_of is 2"),
+    ],
 )
 def test_several_samples_that_would_all_be_alike_are_refused(
     fields: dict[str, int], name: str
@@ -131,6 +146,7 @@ def test_several_samples_that_would_all_be_alike_are_refused(
     with pytest.raises(InvalidRequestError, match=f"{name}; it must be 1 with temperature 0"):
         SamplingParams(temperature=0.0, **fields)
     SamplingParams(temperature=0.1, **fields)
+    SamplingParams(temperature=0.0, n=1, best_of=1)
 
 
 def test_logprobs_are_computed_where_the_best_samples_are_chosen_by_them() -> None:
@@ -138,3 +154,4 @@ def test_logprobs_are_computed_where_the_best_samples_are_chosen_by_them() -> No
     assert not SamplingParams(n=2, best_of=2).wants_logprobs
     assert SamplingParams(n=2, best_of=3).wants_logprobs
     assert SamplingParams(logprobs=0).wants_logprobs
+    assert not SamplingParams(prompt_logprobs=0).wants_logprobs

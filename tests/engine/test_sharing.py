@@ -292,6 +292,19 @@ def test_without_a_host_tier_an_evicted_prefix_is_gone() -> None:
     assert engine.scheduler.blocks.stats.offloaded == 0
 
 
+def test_a_host_block_gets_only_the_last_of_what_is_evicted_to_it_in_a_step() -> None:
+    engine = fresh_engine(usable_blocks=10, host_blocks=2, host_cache_bytes=1)
+    outs: list[list[int]] = []
+    watch_plans(engine, lambda plan: outs.append([host for _, host in plan.transfers.swap_outs]))
+    prompts = random_prompts(20, [15, 16, 16])
+    for prompt in prompts:
+        (output,) = generate(engine, [prompt], greedy(9))
+        assert_greedy(UNIFORM, prompt, output.outputs[0], 9)
+    assert engine.scheduler.blocks.stats.offloaded > sum(map(len, outs))
+    assert all(len(set(hosts)) == len(hosts) for hosts in outs)
+    assert any(len(hosts) == 2 for hosts in outs)
+
+
 def preempted(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> RequestOutput:
     """The output of a request that has to give way after four steps."""
     request_id = engine.add_request(prompt, params, options=RequestOptions(priority=1))

@@ -5,16 +5,19 @@ from typing import Any
 
 import pytest
 
-from pagedjax.beam_search import BeamSearchParams
+from pagedjax.beam_search import BeamSearch, BeamSearchParams
+from pagedjax.block_hash import block_hash, root_hash
+from pagedjax.block_pool import BlockPool
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import InvalidRequestError
-from pagedjax.models.config import DecoderConfig
+from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import random_params
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestOutput
 from pagedjax.plan import StepPlan
-from pagedjax.request import FinishReason, derived_seed
+from pagedjax.request import FinishReason, Request, Sequence, derived_seed
 from pagedjax.sampling_params import SamplingParams
+from pagedjax.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fresh import (
     assert_greedy,
     assert_idle,
@@ -312,6 +315,45 @@ def test_trap_6_preempted_with_its_slot_taken_by_another(
     swaps, recomputes = engine.scheduler.num_swaps, engine.scheduler.num_recomputes
     assert (swaps, recomputes) == ((preemptions, 0) if mode == "swap" else (0, preemptions))
     assert_idle(engine)
+
+
+def test_trap_6_a_request_is_not_swapped_out_before_its_blocks_are_back() -> None:
+    # Two beams compute 6 tokens again, 4 of them common, at 3 tokens a step; the end of the second
+    # beam's prefix is on the host. When the second begins, the other request has left one block.
+    config = SchedulerConfig(3, 4, 64, 1, (NO_WINDOW,), offload_evicted=True)
+    host = BlockPool(40)
+    scheduler = Scheduler(config, BlockPool(12), host, lambda num_tokens, num_blocks: True)
+    other = Request("other", (50,), greedy(5), arrival=0, seed=0)
+    scheduler.add(other)
+
+    def step() -> StepPlan:
+        plan = scheduler.schedule()
+        scheduler.update(plan)
+        other.sequences[0].token_ids += [60] * (other.sequences[0] in plan.samplers)
+        scheduler.check()
+        return plan
+
+    step()
+    root = root_hash(0)
+    search = BeamSearch(BeamSearchParams(2, 3), frozenset(), 3)
+    beams = Request(
+        "beams", (1, 2, 3, 4), greedy(3), 1, 0, 1, root=root, beam_search=search, width=2
+    )
+    beams.sequences[0].token_ids += [5, 6]
+    beams.sequences.append(Sequence(beams, 1, [1, 2, 3, 4, 7, 8], 0, root))
+    beams.num_sequences, beams.num_preemptions = 2, 1
+    scheduler.add(beams)
+    prefix = root
+    for token in (1, 2, 3, 4, 7):
+        prefix = block_hash(prefix, [token])
+    (on_host,) = host.allocate(1)
+    host.register(on_host, (0, prefix))
+    host.free([on_host])
+    for _ in range(5):
+        transfers = step().transfers
+        on_their_way = {block for _, block in transfers.swap_ins}
+        assert on_their_way.isdisjoint(block for block, _ in transfers.swap_outs)
+    assert scheduler.num_swaps == 1
 
 
 # --- 7: fits `max_model_len` but not the pool ---

@@ -6,12 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagedjax.request import Request
-from pagedjax.sampling_params import SamplingParams
 from pagedjax.waiting_queue import WaitingQueue
-
-
-def make_request(arrival: int, priority: int = 0) -> Request:
-    return Request(f"r{arrival}", (1,), SamplingParams(), arrival, seed=0, priority=priority)
+from tests.engine.memory_model import make_request
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -27,7 +23,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(priority=st.integers(-1, 1))
     def push(self, priority: int) -> None:
         self.arrivals += 1
-        request = make_request(self.arrivals, priority)
+        request = make_request([1], self.arrivals, priority=priority)
         self.queue.push(request)
         self.waiting.append(request)
 
@@ -84,7 +80,8 @@ TestQueueMachine.settings = settings(max_examples=50, stateful_step_count=30, de
 def test_a_lower_priority_goes_first_and_then_who_arrived_first() -> None:
     queue = WaitingQueue()
     late, urgent, early, lazy = (
-        make_request(arrival, priority) for arrival, priority in [(3, 0), (9, -5), (1, 0), (0, 2)]
+        make_request([1], arrival, priority=priority)
+        for arrival, priority in [(3, 0), (9, -5), (1, 0), (0, 2)]
     )
     for request in (late, urgent, early, lazy):
         queue.push(request)
@@ -93,7 +90,7 @@ def test_a_lower_priority_goes_first_and_then_who_arrived_first() -> None:
 
 def test_a_preempted_request_waits_at_the_place_of_its_arrival() -> None:
     queue = WaitingQueue()
-    first, second, third = (make_request(arrival) for arrival in range(3))
+    first, second, third = (make_request([1], arrival) for arrival in range(3))
     queue.push(first)
     assert queue.pop() is first
     queue.push(third)
@@ -104,9 +101,9 @@ def test_a_preempted_request_waits_at_the_place_of_its_arrival() -> None:
 
 def test_who_left_is_not_kept_forever() -> None:
     queue = WaitingQueue()
-    queue.push(make_request(10_000))
+    queue.push(make_request([1], 10_000))
     for arrival in range(1000):
-        request = make_request(arrival)
+        request = make_request([1], arrival)
         queue.push(request)
         queue.remove(request)
         assert queue.peek().arrival == 10_000
