@@ -330,7 +330,7 @@ TestManagerMachine.settings = settings(max_examples=80, stateful_step_count=60, 
 @pytest.mark.slow
 class TestManagerMachineDeeply(ManagerMachine.TestCase):
     settings = settings(
-        max_examples=800,
+        max_examples=300,
         stateful_step_count=150,
         deadline=None,
         suppress_health_check=[HealthCheck.large_base_example, HealthCheck.data_too_large],

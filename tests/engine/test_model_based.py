@@ -326,4 +326,4 @@ def test_a_strained_engine_gives_what_an_unlimited_one_gives() -> None:
 
 @pytest.mark.slow
 def test_a_strained_engine_gives_what_an_unlimited_one_gives_many_times() -> None:
-    assert_strained(stress(450))
+    assert_strained(stress(150))
