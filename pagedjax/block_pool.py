@@ -97,13 +97,14 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def register(self, block: int, key: BlockKey) -> None:
-        """Make an owned block findable by `key`, unless another block with that content is."""
+    def register(self, block: int, key: BlockKey) -> int:
+        """Make an owned block findable by `key`, unless another is; returns the one that is."""
         if not self._ref_counts[block]:
             raise ValueError(f"block {block} is free and cannot get a key")
         if key not in self._index and self._keys[block] is None:
             self._keys[block] = key
             self._index[key] = block
+        return self._index.get(key, block)
 
     def find(self, key: BlockKey) -> int | None:
         """The block, owned or cached, that holds `key`."""

@@ -201,10 +201,9 @@ class KVCacheManager:
         So a resumed request shares its prefix again, even if blocks of a window were gone by which
         the prefix is found.
         """
-        block, key = int(seq.tables[group, i]), (group, seq.block_hashes[i])
-        self.pool.register(block, key)
-        known = self.pool.find(key)
-        if known is not None and known != block:
+        block = int(seq.tables[group, i])
+        known = self.pool.register(block, (group, seq.block_hashes[i]))
+        if known != block:
             self.pool.share([known])
             self.pool.free([block])
             seq.tables[group, i] = known

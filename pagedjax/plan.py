@@ -1,6 +1,7 @@
 """What a step does: the scheduler writes it down, the runner carries it out."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from pagedjax.request import Sequence
@@ -43,7 +44,7 @@ class StepPlan:
     chunks: list[ScheduledChunk]
     transfers: BlockTransfers
 
-    @property
+    @functools.cached_property
     def samplers(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's results."""
         return [sequence for chunk in self.chunks for sequence in chunk.samplers]

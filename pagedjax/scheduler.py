@@ -220,27 +220,27 @@ class Scheduler:
         self, seq: Sequence, budget: int, chunks: list[ScheduledChunk], preempts: bool
     ) -> int | None:
         """Tokens of the chunk that was appended; None if there is no block for even one."""
+        request = seq.request
         if seq.block_tables is None:
             hit = self._find_prefix(seq)
             if hit.is_coming:
                 return 0
             # With the next block: who got blocks back from the host keeps them for this step.
-            groups = self.config.num_groups
-            if not self._make_room(
-                seq.request, lambda: self._find_prefix(seq).num_unowned + groups, preempts
-            ):
-                return None
-            self._start(seq)
+            while hit.num_unowned + self.config.num_groups > self.pool.num_free:
+                if not (preempts and self._preempt_behind(request)):
+                    return None
+                hit = self._find_prefix(seq)  # other blocks are free now
+            self._start(seq, hit)
         start = seq.num_computed_tokens
         num_tokens = min(seq.num_tokens - start, budget)
         if num_tokens <= 0:
             return 0
-        if not self._make_room(
-            seq.request, lambda: self.blocks.need(seq, start + num_tokens), preempts
-        ):
-            num_tokens = min(num_tokens, self.blocks.room(seq))
-            if num_tokens <= 0:
-                return None
+        while self.blocks.need(seq, start + num_tokens) > self.pool.num_free:
+            if not (preempts and self._preempt_behind(request)):
+                num_tokens = min(num_tokens, self.blocks.room(seq))
+                break
+        if num_tokens <= 0:
+            return None
         self.blocks.reserve(seq, start + num_tokens)
         samplers = self._samplers(seq) if start + num_tokens == seq.num_tokens else ()
         chunks.append(ScheduledChunk(seq, start, num_tokens, samplers))
@@ -261,19 +261,17 @@ class Scheduler:
             limit = min(limit, known)
         return self.blocks.find_prefix(seq, limit)
 
-    def _start(self, seq: Sequence) -> None:
+    def _start(self, seq: Sequence, hit: PrefixHit) -> None:
         request = seq.request
-        hit = self._find_prefix(seq)
         self.blocks.start(seq, hit)
         if not request.num_preemptions and seq.index == 0:
             self.blocks.count(request, hit)
 
-    def _make_room(self, request: Request, need: Callable[[], int], preempts: bool) -> bool:
-        """Preempt those behind a request until `need()` blocks are free; False if that fails."""
-        while need() > self.pool.num_free:
-            if not preempts or self.running[-1] is request:
-                return False
-            self._preempt(self.running[-1])
+    def _preempt_behind(self, request: Request) -> bool:
+        """Preempt the last running request; False if that is `request` itself."""
+        if self.running[-1] is request:
+            return False
+        self._preempt(self.running[-1])
         return True
 
     # --- in and out of the running ones ---
