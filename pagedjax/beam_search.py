@@ -7,10 +7,11 @@ which the best `beam_width` by score are kept; the best `beam_width` that do not
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
+from numbers import Real
 from typing import Literal
 
+from pagedjax.checked import CheckedFields
 from pagedjax.errors import InvalidRequestError
 from pagedjax.sampling_params import MAX_LOGPROBS
 
@@ -19,7 +20,7 @@ MAX_LENGTH_PENALTY = 10.0  # keeps `length ** length_penalty` far from the limit
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamSearchParams:
+class BeamSearchParams(CheckedFields):
     """How the beams of one request are searched. Meanings follow Transformers' generation config.
 
     Attributes:
@@ -64,21 +65,10 @@ class BeamSearchParams:
         )
 
     def _normalize(self) -> None:
-        """Refuse values of a wrong type; integers of any kind (numpy's too) become plain ints."""
-        given = () if self.num_return_sequences is None else ("num_return_sequences",)
-        for name in ("beam_width", "max_tokens", *given):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, Integral), "an integer")
-            object.__setattr__(self, name, int(value))
+        """Refuse values of a wrong type."""
+        self._to_ints(("beam_width", "max_tokens"), optional=("num_return_sequences",))
         self._require("length_penalty", isinstance(self.length_penalty, Real), "a number")
-        self._require("stop_token_ids", isinstance(self.stop_token_ids, Iterable), "integers")
-        ids = tuple(self.stop_token_ids)
-        self._require("stop_token_ids", all(isinstance(i, Integral) for i in ids), "integers")
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
-
-    def _require(self, name: str, ok: bool, limit: str) -> None:
-        if not ok:
-            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+        self._to_token_ids("stop_token_ids")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """How a request is treated beside others, apart from how its tokens are chosen."""
 
 import dataclasses
-from numbers import Integral
 
-from pagedjax.errors import InvalidRequestError
+from pagedjax.checked import CheckedFields
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestOptions:
+class RequestOptions(CheckedFields):
     """Scheduling and caching of a request.
 
     Attributes:
@@ -25,7 +24,5 @@ class RequestOptions:
     use_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.priority, Integral):
-            raise InvalidRequestError(f"priority is {self.priority!r}; it must be an integer")
-        if not isinstance(self.cache_salt, str | None):
-            raise InvalidRequestError(f"cache_salt is {self.cache_salt!r}; it must be text or None")
+        self._to_ints(("priority",))
+        self._require("cache_salt", isinstance(self.cache_salt, str | None), "text or None")

@@ -1,17 +1,16 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-from collections.abc import Iterable
-from numbers import Integral, Real
+from numbers import Real
 
-from pagedjax.errors import InvalidRequestError
+from pagedjax.checked import CheckedFields
 
 MAX_LOGPROBS = 20
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "best_of")
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(CheckedFields):
     """How the tokens of one request are chosen. Field names and meanings follow vLLM.
 
     Attributes:
@@ -76,20 +75,8 @@ class SamplingParams:
         self._require(name, not alike, "1 with temperature 0, which makes all samples alike")
 
     def _normalize(self) -> None:
-        """Refuse values of a wrong type; integers of any kind (numpy's too) become plain ints."""
+        """Refuse values of a wrong type."""
         for name in ("temperature", "top_p"):
             self._require(name, isinstance(getattr(self, name), Real), "a number")
-        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n", "best_of"):
-            value = getattr(self, name)
-            if value is not None:
-                self._require(name, isinstance(value, Integral), "an integer")
-                object.__setattr__(self, name, int(value))
-            self._require(name, value is not None or name in _OPTIONAL, "an integer")
-        self._require("stop_token_ids", isinstance(self.stop_token_ids, Iterable), "integers")
-        ids = tuple(self.stop_token_ids)
-        self._require("stop_token_ids", all(isinstance(i, Integral) for i in ids), "integers")
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
-
-    def _require(self, name: str, ok: bool, limit: str) -> None:
-        if not ok:
-            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+        self._to_ints(("max_tokens", "top_k", "n"), optional=_OPTIONAL)
+        self._to_token_ids("stop_token_ids")

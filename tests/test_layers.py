@@ -11,6 +11,7 @@ FOLDERS = dict(zip(["pallas_kernels", "models", "pagedjax", "scripts"], LAYERS, 
 DEVICE_FREE = [
     *("block_pool", "block_hash", "kv_cache_manager", "scheduler", "plan", "waiting_queue"),
     *("preemption", "request", "beam_search", "sampling_params", "options", "errors", "outputs"),
+    "checked",
 ]
 
 
