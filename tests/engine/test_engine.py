@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from pagedjax.llm import LLM
 from pagedjax.outputs import CompletionOutput
 from pagedjax.request import FinishReason
 from pagedjax.sampling_params import SamplingParams
+from tests.compiles import counted_compiles
 from tests.engine.tiny import (
     EOS,
     SLIDING,
@@ -480,22 +480,6 @@ def test_an_id_can_be_used_again_when_its_request_is_done(roomy: LLMEngine) -> N
 
 
 # --- compilation ---
-
-
-@contextmanager
-def counted_compiles() -> Iterator[list[float]]:
-    """The durations of XLA compilations inside the block."""
-    durations: list[float] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield durations
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["made here", "put on a device"])

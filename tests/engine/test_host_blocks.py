@@ -1,8 +1,7 @@
 """Blocks that travel to the host and back, against a numpy model of both sides."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from pagedjax import host_blocks
 from pagedjax.host_blocks import HostBlocks
 from pagedjax.models.decoder import KVCache
+from tests.compiles import counted_compiles
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_COPIES = 300, 350, 40
 BLOCK = (3, 2, 4, 8)  # Lg, KVH, T, 2 * D
@@ -243,22 +243,6 @@ def test_nothing_to_do_dispatches_nothing(blocks: HostBlocks, cache: KVCache) ->
 
 
 # --- warm-up and the link ---
-
-
-@contextmanager
-def counted_compiles() -> Iterator[list[float]]:
-    """The durations of XLA compilations inside the block."""
-    durations: list[float] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield durations
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["made here", "put on a device"])
