@@ -46,12 +46,15 @@ class KVCache:
       pool: [Lg, P, KVH, T, 2 * D] as stored; scales: None for unquantized pools.
       dtype: what the pool's elements mean.
       implementation: which attention kernel reads it; None picks one.
+      batch_invariant: a token's bits depend on its own sequence alone (see `paged_attention`),
+        among steps of one shape.
     """
 
     pool: jax.Array
     scales: jax.Array | None
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
+    batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -137,6 +140,7 @@ class Block(nnx.Module):
             window=info.window,
             kv_dtype=cache.dtype,
             implementation=cache.implementation,
+            batch_invariant=cache.batch_invariant,
         )
         attended = linear(attended.reshape(len(x), -1), self.out[...], c.dtype)
         x = x + self._norm(attended, self.post_attn_norm)

@@ -12,13 +12,18 @@ class Buckets:
     Decodes alone have one token a sequence: powers of two up to `max_num_seqs`. A step with a
     prompt in it has a power of two of tokens, and one sequence or the most there can be: the price
     of padding sequences is small there, and the number of programs to compile stays so too.
+
+    With `is_single` every step has the largest shape, so that one program computes every token.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    is_single: bool = False
 
     def pick(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
         """The smallest bucket that holds the step."""
+        if self.is_single:
+            return self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens == num_seqs:
             size = self._round_up(num_seqs, self.max_num_seqs)
             return size, size

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from pagedjax.errors import ConfigError
 from pagedjax.preemption import PreemptionMode
+from pagedjax.logits import LogitsProcessor
 from pallas_kernels import Implementation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -33,6 +34,17 @@ class EngineConfig:
       swap_space_bytes: host memory for blocks of preempted requests.
       host_cache_bytes: host memory for prefix blocks that the device evicted, on top; 0 keeps none.
         Both are one pool: prefix blocks use what swapping leaves free, and give way to it.
+      async_scheduling: dispatch a step before the tokens of the one before are on the host, so that
+        the host's work hides behind the device's. Outputs come one step later, and are the same.
+      num_decode_steps: while all running requests decode and nobody can join them, let the device
+        run so many steps in one go. Outputs come as many tokens at a time, and are the same.
+      deterministic: tokens and log-probabilities of a request are the same bit by bit, whatever
+        else is served, in which order and chunks, from which cache, and however often it is
+        preempted. Every step has the largest shape, `max_num_batched_tokens` tokens, so keep that
+        small; it excludes `num_decode_steps`.
+      logits_processors: those that requests may bring, if `LLMEngine.warmup` is to compile them.
+      compilation_cache: keep compiled programs on disk, in the user's cache directory, unless JAX
+        has been given another place (`jax_compilation_cache_dir`). A setting of the whole process.
       check_invariants: verify the block pool after every step and raise AssertionError when it is
         inconsistent; slow, for debugging.
       seed: of requests that bring none.
@@ -56,6 +68,11 @@ class EngineConfig:
     preemption_mode: PreemptionMode = "auto"
     swap_space_bytes: int = 1 << 30
     host_cache_bytes: int = 0
+    async_scheduling: bool = True
+    num_decode_steps: int = 1
+    deterministic: bool = False
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    compilation_cache: bool = True
     check_invariants: bool = False
     seed: int = 0
     attention: Implementation | None = None
@@ -74,6 +91,11 @@ class EngineConfig:
             enough,
             f"at least max_num_seqs, {self.max_num_seqs}, so that every request can decode",
         )
+        self._require("num_decode_steps", self.num_decode_steps >= 1, "at least 1")
+        ahead = self.deterministic and self.num_decode_steps > 1
+        self._require("num_decode_steps", not ahead, "1 with deterministic")
+        known = isinstance(self.logits_processors, tuple)
+        self._require("logits_processors", known, "a tuple of functions")
         self._require("seed", self.seed >= 0, "at least 0")
         self._require("memory_utilization", 0 < self.memory_utilization <= 1, "in (0, 1]")
         for name in ("dtype", "kv_cache_dtype"):

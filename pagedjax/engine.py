@@ -1,35 +1,55 @@
-"""The engine: requests in, tokens out. schedule -> execute -> update, once a step."""
+"""The engine: requests in, tokens out. schedule -> dispatch -> take what came back, once a step."""
 
+import dataclasses
+import functools
 import itertools
 import time
-from numbers import Integral
+from collections import deque
 
 import jax
 import jax.numpy as jnp
 
-from pagedjax.batch import targets_of
+from pagedjax.bad_words import bad_word_ids
 from pagedjax.beam_search import BeamSearch, BeamSearchParams
 from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
+from pagedjax.buckets import Buckets
+from pagedjax.cache_stats import CacheStats
+from pagedjax.compilation_cache import enable_compilation_cache
+from pagedjax.compile_log import CompileLog
 from pagedjax.config import EngineConfig
-from pagedjax.errors import ConfigError, InvalidRequestError, TokenizerError
-from pagedjax.kv_cache_manager import CacheStats
+from pagedjax.errors import ConfigError, InvalidRequestError
 from pagedjax.memory import block_bytes, default_num_blocks
+from pagedjax.metrics import EngineMetrics, EngineSnapshot
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, check_same_shapes
 from pagedjax.options import RequestOptions
+from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import RequestOutput
 from pagedjax.plan import StepPlan
 from pagedjax.preemption import PreemptionPolicy
-from pagedjax.prompt_logprobs import PromptLogprobs
-from pagedjax.request import FinishReason, Request, Sequence, TokenLogprobs, derived_seed
+from pagedjax.prompts import Prompt, prompt_token_ids
+from pagedjax.request import FinishReason, Request, derived_seed
 from pagedjax.runner import Runner, init_state
-from pagedjax.sampler import SamplerOutput
-from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.sampling_params import SamplingParams, check_vocabulary
+from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepInFlight:
+    """A step that was dispatched and whose results are not on the host.
+
+    `compiled`: it had to be compiled, which took time. `started`: seconds of a monotonic clock.
+    """
+
+    plan: StepPlan
+    output: StepOutput
+    compiled: bool
+    started: float
 
 
 class LLMEngine:
@@ -55,6 +75,8 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
         self.limits = _limits(model, config)
+        if config.compilation_cache:
+            enable_compilation_cache()
         device = jax.devices()[0]
         kv_dtype = jnp.dtype(
             model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -69,12 +91,25 @@ class LLMEngine:
             kv_dtype=kv_dtype,
             platform=device.platform,
             attention=config.attention,
+            batch_invariant=config.deterministic,
         )
         size = block_bytes(model, config.block_size, kv_dtype)
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
         # Committed to the device as every step's result is: a difference would compile twice.
         state, params = jax.device_put((state, params), device)
-        self.runner = Runner(model, params, state, self.limits, num_host_blocks)
+        self._eos_ids = frozenset(tokenizer.eos_token_ids if tokenizer else ())
+        self.compiles = CompileLog()
+        self.runner = Runner(
+            model,
+            params,
+            state,
+            self.limits,
+            Buckets(config.max_num_seqs, self.limits.max_num_batched_tokens, config.deterministic),
+            num_host_blocks=num_host_blocks,
+            eos_token_ids=tuple(sorted(self._eos_ids)),
+            processors=config.logits_processors,
+            compiles=self.compiles,
+        )
         self.preemption = PreemptionPolicy(
             config.preemption_mode, size, self.runner.link_bytes_per_s
         )
@@ -84,10 +119,14 @@ class LLMEngine:
             BlockPool(num_host_blocks),
             self.preemption.prefers_swap,
         )
-        self._tracked: dict[str, TrackedRequest] = {}
+        self.metrics = EngineMetrics(
+            functools.partial(_snapshot, self.scheduler, self.compiles, size)
+        )
+        self._processor = OutputProcessor(self.scheduler, self.metrics)
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_taken = 0.0
         self._arrivals = itertools.count()
         self._weights_version = 0
-        self._eos_ids = frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
     @property
     def cache_stats(self) -> CacheStats:
@@ -96,7 +135,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
@@ -105,15 +144,16 @@ class LLMEngine:
 
         Raises:
           InvalidRequestError: it is empty, too long for `max_model_len` or the pool, wants more
-            samples than `max_num_seqs`, holds a token outside the vocabulary, or `request_id` is in
-            use. Nothing else is affected.
+            samples than `max_num_seqs`, it or `params` names a token outside the vocabulary,
+            `params` asks for what needs a tokenizer and there is none, or `request_id` is in use.
+            Nothing else is affected.
         """
         params = params or SamplingParams()
         return self._add(self._token_ids(prompt), params, request_id, options, params.num_samples)
 
     def add_beam_search(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: BeamSearchParams,
         request_id: str | None = None,
         options: RequestOptions | None = None,
@@ -141,7 +181,7 @@ class LLMEngine:
         Returns:
           The request's state; None if the request or the sample is not known (any more).
         """
-        tracked = self._tracked.get(request_id)
+        tracked = self._processor.tracked.get(request_id)
         if tracked is None or (sample is not None and tracked.request.beam_search is not None):
             return None
         if sample is not None and tracked.request.num_sequences < tracked.request.width:
@@ -150,38 +190,43 @@ class LLMEngine:
         if not chosen:
             return None
         for seq in chosen:
-            self._finish(tracked, seq, FinishReason.ABORT)
-        return self._report(tracked)
+            self._processor.finish(tracked, seq, FinishReason.ABORT)
+        return self._processor.report(tracked)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._tracked)
+        return bool(self._processor.tracked)
 
     def is_unfinished(self, request_id: str) -> bool:
-        return request_id in self._tracked
+        return request_id in self._processor.tracked
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; outputs of the requests that got a token in it."""
+        """Dispatch the next step, then take the results of the one before it.
+
+        Without `async_scheduling`, of the step itself. With nothing to dispatch, of all steps.
+
+        Returns:
+          Outputs of the requests that got a token; there may be none yet.
+        """
         plan = self.scheduler.schedule()
-        started, num_programs = time.perf_counter(), self.runner.num_programs
-        result = self.runner.dispatch(plan)
+        num_compiled, started = self.compiles.num_programs, time.monotonic()
+        output = self.runner.dispatch(plan)
         self.scheduler.update(plan)
-        outputs = []
-        if result is not None:
-            sampled = jax.device_get(result.sampled)
-            if self.runner.num_programs == num_programs:  # else it was compiled, which takes longer
-                self._observe(plan, time.perf_counter() - started)
-            self._take_prompt_logprobs(plan, result)
-            samplers = plan.samplers
-            for row, seq in enumerate(samplers):
-                self._take_token(seq, sampled, row)
-            touched = dict.fromkeys(seq.request.request_id for seq in samplers)
-            outputs = [self._report(self._tracked[request_id]) for request_id in touched]
+        if output is not None:
+            compiled = self.compiles.num_programs > num_compiled
+            self._in_flight.append(_StepInFlight(plan, output, compiled, started))
+        num_to_stay = 1 if self.config.async_scheduling and output is not None else 0
+        outputs: list[RequestOutput] = []
+        while len(self._in_flight) > num_to_stay:
+            outputs += self._take(self._in_flight.popleft())
         if self.config.check_invariants:
             self.scheduler.check()
         return outputs
 
     def warmup(self) -> int:
-        """Compile every shape a step can have; returns their number."""
+        """Compile every shape a step can have; returns their number.
+
+        `compiles` tells of each, at once with `compiles.on_compile`, and whether any came later.
+        """
         return self.runner.warmup()
 
     def update_params(self, params: Params) -> None:
@@ -196,7 +241,7 @@ class LLMEngine:
         self.runner.params = jax.device_put(params, jax.tree.leaves(self.runner.params)[0].sharding)
         self._weights_version += 1
         self.reset_prefix_cache()
-        for tracked in self._tracked.values():
+        for tracked in self._processor.tracked.values():
             tracked.request.begin_anew(private_root(next(self._arrivals)))
 
     def reset_prefix_cache(self) -> None:
@@ -216,8 +261,9 @@ class LLMEngine:
         arrival = next(self._arrivals)
         options = options or RequestOptions()
         request_id = f"request-{arrival}" if request_id is None else request_id
-        if request_id in self._tracked:
+        if request_id in self._processor.tracked:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request")
+        check_vocabulary(params, self.model.vocab_size, self._eos_ids)
         request = Request(
             request_id,
             tuple(token_ids),
@@ -226,11 +272,17 @@ class LLMEngine:
             seed=derived_seed(self.config.seed, arrival) if params.seed is None else params.seed,
             priority=options.priority,
             root=self._root(options, arrival, width),
+            stop_token_ids=params.ending_token_ids(self._eos_ids),
+            bad_word_ids=self._bad_word_ids(params),
             beam_search=search,
             width=width,
         )
+        if params.logits_processor is not None:
+            self.runner.add_processor(params.logits_processor)
         self.scheduler.add(request)
-        self._tracked[request_id] = TrackedRequest(request, self.tokenizer)
+        tracked = TrackedRequest(request, self.tokenizer, options.output_kind)
+        self._processor.tracked[request_id] = tracked
+        self.metrics.on_add(len(token_ids))
         return request_id
 
     def _abort_early(self, tracked: TrackedRequest, sample: int) -> RequestOutput | None:
@@ -240,8 +292,8 @@ class LLMEngine:
             return None
         request.unwanted.add(sample)
         if len(request.unwanted) == request.width:
-            self._finish(tracked, request.sequences[0], FinishReason.ABORT)
-        return self._report(tracked)
+            self._processor.finish(tracked, request.sequences[0], FinishReason.ABORT)
+        return self._processor.report(tracked)
 
     def _root(self, options: RequestOptions, arrival: int, width: int) -> bytes | None:
         """With whom a request shares blocks: many, its own sequences, or nobody."""
@@ -249,106 +301,33 @@ class LLMEngine:
             return root_hash(self._weights_version, cache_salt=options.cache_salt)
         return private_root(arrival) if width > 1 else None
 
-    def _observe(self, plan: StepPlan, seconds: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
-        if num_tokens > 2 * len(plan.chunks):  # most of the work is for prompts
-            self.preemption.observe_prefill(num_tokens, seconds)
+    def _take(self, step: _StepInFlight) -> list[RequestOutput]:
+        outputs = self._processor.take(step.plan, step.output)
+        # The device began when the step was there and the one before it was done.
+        now, begun = time.monotonic(), max(step.started, self._last_taken)
+        self._last_taken = now
+        num_tokens = sum(chunk.num_tokens for chunk in step.plan.chunks)
+        is_prefill = num_tokens > 2 * len(step.plan.chunks) and step.plan.num_steps == 1
+        if is_prefill and not step.compiled:
+            self.preemption.observe_prefill(num_tokens, now - begun)
+        return outputs
 
-    def _take_prompt_logprobs(self, plan: StepPlan, result: StepOutput) -> None:
-        found = None
-        row = 0
-        for chunk in plan.chunks:
-            request = chunk.sequence.request
-            positions = targets_of(chunk.sequence, chunk.start, chunk.end)
-            if positions:
-                found = found or jax.device_get(result.prompt)
-                count = request.params.prompt_logprobs or 0
-                for _ in positions:
-                    request.prompt_logprobs.append(_token_logprobs(found, row, count))
-                    row += 1
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        return prompt_token_ids(
+            prompt,
+            self.tokenizer,
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.limits.max_model_len,
+        )
 
-    def _take_token(self, seq: Sequence, sampled: SamplerOutput, row: int) -> None:
-        """Apply what the device found for a sequence."""
-        request = seq.request
-        params, tracked = request.params, self._tracked[request.request_id]
-        if request.beam_search is not None:
-            request.candidates[seq] = _top(sampled, row, request.beam_search.num_candidates)
-            if len(request.candidates) == len(request.sequences):
-                self._advance_beams(tracked, request.beam_search)
-            return
-        if seq.index in request.unwanted:
-            self._finish(tracked, seq, FinishReason.ABORT)
-            return
-        token_id = int(sampled.token_ids[row])
-        seq.token_ids.append(token_id)
-        if params.wants_logprobs:
-            seq.cumulative_logprob += float(sampled.logprobs[row])
-        if params.logprobs is not None:
-            seq.logprobs.append(_token_logprobs(sampled, row, params.logprobs))
-        reason = self._finish_reason(seq, token_id)
-        if reason is not FinishReason.STOP:
-            tracked.append_text(seq, token_id)
-        if reason is not None:
-            self._finish(tracked, seq, reason)
-
-    def _advance_beams(self, tracked: TrackedRequest, search: BeamSearch) -> None:
-        """Let beams die and fork as their candidates say."""
-        request = tracked.request
-        live = request.sequences
-        going = search.advance([request.candidates[seq] for seq in live])
-        request.candidates.clear()
-        if not going:
-            for seq in list(live):
-                self._finish(tracked, seq, FinishReason.LENGTH)
-            return
-        self.scheduler.continue_beams(request, [(live[c.parent], c.token_id) for c in going])
-
-    def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        params = seq.request.params
-        is_eos = token_id in self._eos_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            seq.stop_token_id = token_id
-            return FinishReason.STOP
-        full = seq.num_tokens >= self.limits.max_model_len
-        if full or seq.num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    def _finish(self, tracked: TrackedRequest, seq: Sequence, reason: FinishReason) -> None:
-        self.scheduler.finish_sequence(seq)
-        tracked.end(seq, reason)
-
-    def _report(self, tracked: TrackedRequest) -> RequestOutput:
-        if tracked.is_finished:
-            del self._tracked[tracked.request.request_id]
-        return tracked.output()
-
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Tokens of a prompt, checked."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError("a text prompt needs a tokenizer; give token ids")
-            if not prompt:
-                raise InvalidRequestError("the prompt is empty; it must have at least 1 token")
-            try:
-                prompt = self.tokenizer.encode(prompt)
-            except TokenizerError as error:
-                raise InvalidRequestError(str(error)) from error
-        if not len(prompt):
-            raise InvalidRequestError("the prompt is empty; it must have at least 1 token")
-        limit = self.limits.max_model_len
-        if len(prompt) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens; with max_model_len {limit} it can have at "
-                f"most {limit - 1}, so that one more fits"
-            )
-        vocab = self.model.vocab_size
-        for token_id in prompt:
-            if not isinstance(token_id, Integral):
-                raise InvalidRequestError(f"token id {token_id!r} is not an integer")
-            if not 0 <= token_id < vocab:
-                raise InvalidRequestError(f"token id {token_id} is not in [0, {vocab})")
-        return [int(token_id) for token_id in prompt]
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Also makes sure that there is a tokenizer for what needs one."""
+        if self.tokenizer is not None:
+            return bad_word_ids(params.bad_words, self.tokenizer)
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                raise InvalidRequestError(f"{name} is text, and there is no tokenizer for it")
+        return ()
 
 
 def _limits(model: DecoderConfig, config: EngineConfig) -> SchedulerConfig:
@@ -364,13 +343,21 @@ def _limits(model: DecoderConfig, config: EngineConfig) -> SchedulerConfig:
         block_size=config.block_size,
         windows=model.kv_layout.windows,
         offload_evicted=config.host_cache_bytes > 0,
+        num_decode_steps=config.num_decode_steps,
     )
 
 
-def _top(found: SamplerOutput | PromptLogprobs, row: int, count: int) -> list[tuple[int, float]]:
-    ids, values = found.top_ids[row, :count].tolist(), found.top_logprobs[row, :count].tolist()
-    return list(zip(ids, values, strict=True))
-
-
-def _token_logprobs(found: SamplerOutput | PromptLogprobs, row: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(float(found.logprobs[row]), tuple(_top(found, row, count)))
+def _snapshot(scheduler: Scheduler, compiles: CompileLog, block_size_bytes: int) -> EngineSnapshot:
+    pool, stats = scheduler.pool, scheduler.blocks.stats
+    return EngineSnapshot(
+        num_requests_running=len(scheduler.running),
+        num_requests_waiting=len(scheduler.waiting),
+        kv_cache_usage=1 - pool.num_free / pool.num_usable,
+        prefix_cache_queries=stats.prefix_queries,
+        prefix_cache_hits=stats.prefix_hits,
+        num_preemptions=scheduler.num_swaps + scheduler.num_recomputes,
+        compiles=compiles.num_programs,
+        compiles_after_warmup=compiles.num_after_warmup,
+        swap_out_bytes=stats.swapped_out * block_size_bytes,
+        swap_in_bytes=stats.swapped_in * block_size_bytes,
+    )

@@ -5,6 +5,7 @@ from pagedjax.models.errors import CheckpointError, ConfigError, PagedJaxError
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "EngineDeadError",
     "InvalidRequestError",
     "ModelNotFoundError",
     "PagedJaxError",
@@ -14,6 +15,10 @@ __all__ = [
 
 class InvalidRequestError(PagedJaxError, ValueError):
     """A request was refused at the door: its prompt or its sampling parameters cannot be served."""
+
+
+class EngineDeadError(PagedJaxError, RuntimeError):
+    """The engine behind an `AsyncLLM` failed (then that is the cause) or was closed."""
 
 
 class ModelNotFoundError(PagedJaxError, FileNotFoundError):

@@ -4,7 +4,6 @@ Plain Python, no device arrays. What has to be moved in the pool is written down
 and carried out before the next step.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -12,46 +11,9 @@ import numpy as np
 
 from pagedjax.block_hash import block_hash
 from pagedjax.block_pool import BlockKey, BlockPool
+from pagedjax.cache_stats import CacheStats, PrefixHit
 from pagedjax.plan import BlockTransfers
 from pagedjax.request import Request, Sequence
-
-
-@dataclasses.dataclass
-class CacheStats:
-    """Counts since the engine began.
-
-    Attributes:
-      prefix_queries, prefix_hits: prompt tokens looked up, and found in the pool or on the host.
-      host_hits: those of the hits that came back from the host.
-      swapped_out, swapped_in: blocks of preempted requests. offloaded: evicted prefix blocks that
-        went to the host. copied: blocks copied because a sharer wrote to them.
-    """
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    host_hits: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
-    offloaded: int = 0
-    copied: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixHit:
-    """The longest prefix of a sequence whose blocks are all there.
-
-    Attributes:
-      num_blocks: logical blocks of the prefix.
-      device, host: `(group, logical block, physical block)` of those it still needs.
-      num_unowned: blocks that owning it takes from the free ones.
-      is_coming: the block behind it is being computed in this very step.
-    """
-
-    num_blocks: int
-    device: list[tuple[int, int, int]]
-    host: list[tuple[int, int, int]]
-    num_unowned: int
-    is_coming: bool
 
 
 class KVCacheManager:
@@ -168,6 +130,7 @@ class KVCacheManager:
             self._being_read.append(on_host)
         seq.block_tables, seq.num_blocks = tables, hit.num_blocks
         seq.num_computed_tokens = hit.num_blocks * self.block_size
+        seq.num_published = hit.num_blocks
         seq.first_blocks = [self._first_seen(seq.num_computed_tokens, w) for w in self.windows]
 
     def count(self, request: Request, hit: PrefixHit) -> None:
@@ -178,13 +141,9 @@ class KVCacheManager:
         self.stats.host_hits += len({i for _, i, _ in hit.host}) * self.block_size
         request.num_cached_tokens = found
 
-    def advance(self, seq: Sequence, start: int, end: int) -> None:
-        """After the dispatch of tokens `start:end`: make full blocks findable, drop old ones."""
-        if seq.root is not None:
-            self._extend_hashes(seq)
-            for i in range(start // self.block_size, end // self.block_size):
-                for group in range(self.num_groups):
-                    self._publish(seq, group, i)
+    def advance(self, seq: Sequence, end: int) -> None:
+        """After the dispatch of tokens up to `end`: make full blocks findable, drop old ones."""
+        self.publish(seq)
         for group, window in enumerate(self.windows):
             if window > end:
                 continue
@@ -194,6 +153,21 @@ class KVCacheManager:
                 self.pool.free(table[first:seen].tolist())
                 table[first:seen] = 0
                 seq.first_blocks[group] = seen
+
+    def publish(self, seq: Sequence) -> None:
+        """Make computed blocks findable whose tokens are all on the host.
+
+        A window may have left a block before its last token came; that one is not kept.
+        """
+        full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if seq.root is None or full <= seq.num_published:
+            return
+        self._extend_hashes(seq)
+        for i in range(seq.num_published, full):
+            for group in range(self.num_groups):
+                if seq.tables[group, i]:
+                    self._publish(seq, group, i)
+        seq.num_published = full
 
     def _publish(self, seq: Sequence, group: int, i: int) -> None:
         """Make a full block findable, or take the one that is found already in its place.
@@ -224,6 +198,7 @@ class KVCacheManager:
         child.block_tables = parent.tables.copy()
         child.num_blocks, child.first_blocks = parent.num_blocks, list(parent.first_blocks)
         child.block_hashes = list(parent.block_hashes)
+        child.num_published = parent.num_published
         child.num_computed_tokens = parent.num_computed_tokens
         parent.shares_tail = child.shares_tail = True
 
@@ -346,7 +321,7 @@ class KVCacheManager:
     def _extend_hashes(self, seq: Sequence) -> None:
         hashes, size = seq.block_hashes, self.block_size
         assert seq.root is not None
-        for i in range(len(hashes), seq.num_tokens // size):
+        for i in range(len(hashes), len(seq.token_ids) // size):
             parent = hashes[-1] if hashes else seq.root
             hashes.append(block_hash(parent, seq.token_ids[i * size : (i + 1) * size]))
 

@@ -1,21 +1,23 @@
 """`LLM`: load a model, generate for many prompts."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from pagedjax.beam_search import BeamSearchParams
+from pagedjax.chat import Message
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
-from pagedjax.errors import InvalidRequestError, PagedJaxError
+from pagedjax.errors import InvalidRequestError, PagedJaxError, TokenizerError
 from pagedjax.loader import load_model
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestMetrics, RequestOutput
 from pagedjax.sampling_params import SamplingParams
-
-Prompt = str | list[int]
+from pagedjax.scoring import SCORING, Prompt, Score, join_all, score_of
 
 
 class LLM:
@@ -35,11 +37,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | LLMEngine, config: EngineConfig | None = None):
-        if isinstance(model, LLMEngine):
-            self.engine = model
-        else:
-            loaded = load_model(model, config or EngineConfig())
-            self.engine = LLMEngine(loaded.config, loaded.params, loaded.tokenizer, config)
+        self.engine = engine_of(model, config)
         self._streamed: set[str] = set()  # requests of all streams
         self._undelivered: list[RequestOutput] = []
 
@@ -59,7 +57,75 @@ class LLM:
         A prompt that cannot be served does not stop the others: its output carries the `error`,
         which `RequestOutput.outputs` raises.
         """
-        return _finished(self.stream(prompts, params, options))
+        return self._complete(self._jobs(_as_list(prompts), params), options)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_name: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every conversation; one finished output each, in their order.
+
+        Args:
+          messages: one conversation or many, each of mappings with "role" and "content".
+          params: for all conversations, or one each.
+          options: priority and caching, for all conversations.
+          add_generation_prompt: end the prompt with the opening of the assistant's turn.
+          template_name: which of the tokenizer's chat templates; None takes the one that fits.
+          template_variables: further names for the template, such as "tools".
+
+        A conversation that cannot be served does not stop the others, as with `generate`.
+
+        Raises:
+          InvalidRequestError: there is no tokenizer.
+        """
+        if self.engine.tokenizer is None:
+            raise InvalidRequestError("a conversation needs a tokenizer with a chat template")
+        encode = functools.partial(
+            self.engine.tokenizer.encode_chat,
+            add_generation_prompt=add_generation_prompt,
+            template_name=template_name,
+            **(template_variables or {}),
+        )
+        conversations = _conversations(messages)
+        each = zip(conversations, _one_each(params, len(conversations)), strict=True)
+        jobs = [_Job(functools.partial(self._add_chat, encode, *pair)) for pair in each]
+        return self._complete(jobs, options)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        options: RequestOptions | None = None,
+    ) -> list[Score]:
+        """How likely each continuation is behind its prompt, as evaluation harnesses ask.
+
+        Two texts are tokenized as one and split where their tokens begin to differ from the
+        prompt's own: a token that the tokenizer merges across the border is scored, as part of the
+        continuation. Give token ids for another split.
+
+        Args:
+          prompts: text or token ids; one for all continuations (multiple choice), or one each.
+          continuations: text or token ids, one or many.
+          options: priority and caching, for all of them.
+
+        Returns:
+          A score for every continuation, in their order.
+
+        Raises:
+          InvalidRequestError: one of the prompts or continuations is empty, or the two together
+            have `max_model_len` tokens or more. Nothing is computed for the others then.
+        """
+        joined = join_all(self.engine.tokenizer, _as_list(prompts), _as_list(continuations))
+        jobs = self._jobs([token_ids for token_ids, _ in joined], SCORING)
+        outputs = self._complete(jobs, options, stops_at_error=True)
+        borders = [border for _, border in joined]
+        return [score_of(*pair) for pair in zip(outputs, borders, strict=True)]
 
     def beam_search(
         self,
@@ -73,12 +139,9 @@ class LLM:
           One finished output per prompt, its completions from best to worst score; a refused one
           carries its `error`, as with `generate`.
         """
-        prompts = _as_list(prompts)
-        adds = [
-            functools.partial(self.engine.add_beam_search, p, params, options=options)
-            for p in prompts
-        ]
-        return _finished(self._serve(prompts, adds))
+        add = self.engine.add_beam_search
+        jobs = [_Job(functools.partial(add, p, params), p) for p in _as_list(prompts)]
+        return self._complete(jobs, options)
 
     def stream(
         self,
@@ -93,27 +156,56 @@ class LLM:
         Raises:
           PagedJaxError: a request was ended from outside, by the engine's `abort`.
         """
-        prompts = _as_list(prompts)
-        all_params = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(all_params) != len(prompts):
-            raise InvalidRequestError(f"{len(all_params)} params for {len(prompts)} prompts")
-        adds = [
-            functools.partial(self.engine.add_request, prompt, own, options=options)
-            for prompt, own in zip(prompts, all_params, strict=True)
-        ]
-        yield from self._serve(prompts, adds)
+        yield from self._serve(self._jobs(_as_list(prompts), params), options)
+
+    # --- jobs: requests that are yet to be added ---
+
+    def _jobs(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list["_Job"]:
+        add = self.engine.add_request
+        each = zip(prompts, _one_each(params, len(prompts)), strict=True)
+        return [_Job(functools.partial(add, prompt, own), prompt) for prompt, own in each]
+
+    def _add_chat(
+        self,
+        encode: Callable[[Sequence[Message]], list[int]],
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+    ) -> str:
+        try:
+            token_ids = encode(messages)
+        except TokenizerError as error:
+            raise InvalidRequestError(str(error)) from error
+        return self.engine.add_request(token_ids, params, options=options)
+
+    def _complete(
+        self, jobs: list["_Job"], options: RequestOptions | None, *, stops_at_error: bool = False
+    ) -> list[RequestOutput]:
+        """The finished output of every job, in order; `stops_at_error` raises the first error."""
+        final: dict[int, RequestOutput] = {}
+        with closing(self._serve(jobs, options)) as outputs:
+            for index, output in outputs:
+                if stops_at_error and output.error is not None:
+                    raise InvalidRequestError(f"prompt {index}: {output.error}") from output.error
+                if output.finished:
+                    final[index] = output
+        return [final[index] for index in sorted(final)]
 
     def _serve(
-        self, prompts: list[Prompt], adds: Sequence[Callable[[], str]]
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Queue every prompt by its call of `adds` and yield the outputs as they come."""
+        self, jobs: list["_Job"], options: RequestOptions | None
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Add every job, then yield `(index of the job, output)` as they come."""
         index_of: dict[str, int] = {}
         try:
-            for index, (prompt, add) in enumerate(zip(prompts, adds, strict=True)):
+            for index, job in enumerate(jobs):
                 try:
-                    request_id = add()
+                    request_id = job.add(options=options)
                 except InvalidRequestError as error:
-                    yield index, _refused(prompt, error)
+                    yield index, _refused(job.prompt, error)
                 else:
                     index_of[request_id] = index
                     self._streamed.add(request_id)
@@ -147,6 +239,22 @@ class LLM:
         return own
 
 
+def engine_of(model: str | Path | LLMEngine, config: EngineConfig | None) -> LLMEngine:
+    """The engine itself, or a new one for a model that is loaded; see `LLM`."""
+    if isinstance(model, LLMEngine):
+        return model
+    loaded = load_model(model, config or EngineConfig())
+    return LLMEngine(loaded.config, loaded.params, loaded.tokenizer, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A request to add, by calling `add(options=...)`; its prompt, where that is known before."""
+
+    add: Callable[..., str]
+    prompt: Prompt = ""
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one text, one list of token ids, or many of either."""
     if isinstance(prompts, str):
@@ -155,13 +263,25 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [items] if items and isinstance(items[0], Integral) else items
 
 
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    """A list of conversations, from one or many."""
+    items: list[Any] = list(messages)
+    return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} params for {count} prompts")
+    return list(params)
+
+
 def _refused(prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
     token_ids = () if isinstance(prompt, str) else tuple(prompt)
     metrics = RequestMetrics(arrival=0.0)
     return RequestOutput("", token_ids, (), finished=True, metrics=metrics, error=error)
-
-
-def _finished(stream: Iterator[tuple[int, RequestOutput]]) -> list[RequestOutput]:
-    """The finished outputs of a stream, in the order of their prompts."""
-    final = {index: output for index, output in stream if output.finished}
-    return [final[index] for index in sorted(final)]

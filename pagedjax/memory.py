@@ -4,7 +4,7 @@ import numpy as np
 
 from pagedjax.errors import ConfigError
 from pagedjax.models.config import DecoderConfig
-from pagedjax.scheduler import SchedulerConfig
+from pagedjax.scheduler_config import SchedulerConfig
 
 _CPU_POOL_BYTES = 4 << 30
 

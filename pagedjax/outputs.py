@@ -12,10 +12,11 @@ class CompletionOutput:
 
     Attributes:
       index: number of the sample; of beams, the rank.
-      text: detokenized so far; ends between characters. Empty without a tokenizer.
+      text: detokenized so far; ends between characters, and before what may become a stop string.
+        Empty without a tokenizer or with `SamplingParams.detokenize` off.
       logprobs: one per token if `SamplingParams.logprobs` was given, else None.
       finish_reason: None while the request runs.
-      stop_token_id: the token that ended it, for `FinishReason.STOP`.
+      stop_reason: for `FinishReason.STOP`, the id of the token or the string that ended it.
       cumulative_logprob: sum over the tokens in the model's own distribution, where it is computed:
         with `SamplingParams.logprobs`, `best_of`, and beam search.
       score: of a beam, `cumulative_logprob` divided by the length to the power of the penalty.
@@ -26,7 +27,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
 
@@ -36,13 +37,14 @@ class RequestMetrics:
     """How a request fared.
 
     Attributes:
-      arrival, first_token, finished: seconds of a monotonic clock.
+      arrival, first_token, last_token, finished: seconds of a monotonic clock.
       cached_tokens: of the prompt, that were found in the prefix cache.
       preemptions: how often it had to give way to others.
     """
 
     arrival: float
     first_token: float | None = None
+    last_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0

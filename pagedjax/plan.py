@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from pagedjax.request import Sequence
+from pagedjax.request import Request, Sequence
 
 
 @dataclasses.dataclass
@@ -23,6 +23,8 @@ class BlockTransfers:
 class ScheduledChunk(NamedTuple):
     """Tokens `start : start + num_tokens` of a sequence, to be computed in one step.
 
+    Where the plan has several steps, that is one token in each of the first `num_tokens` of them.
+
     `samplers`: the sequences for which a token is picked behind the chunk. None if it ends inside
     the known tokens; at the end of a prompt all samples of a request.
     """
@@ -39,12 +41,24 @@ class ScheduledChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """A step: what to move first, then what to compute."""
+    """A step: what to move first, then what to compute.
+
+    Attributes:
+      new: sequences that have a slot for the first time, and ask more of it than a token.
+      num_steps: above 1, all chunks are decodes, and so many steps run on the device in one go.
+    """
 
     chunks: list[ScheduledChunk]
     transfers: BlockTransfers
+    new: list[Sequence] = dataclasses.field(default_factory=list)
+    num_steps: int = 1
 
     @functools.cached_property
     def samplers(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's results."""
         return [sequence for chunk in self.chunks for sequence in chunk.samplers]
+
+    @functools.cached_property
+    def requests(self) -> list[Request]:
+        """Whose tokens are computed, each once."""
+        return list({chunk.sequence.request: None for chunk in self.chunks})

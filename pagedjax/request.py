@@ -10,7 +10,7 @@ from pagedjax.sampling_params import SamplingParams
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len reached
     ABORT = "abort"
 
@@ -20,12 +20,16 @@ class TokenLogprobs:
     """Log-probabilities (natural) at one position.
 
     Attributes:
-      sampled: of the token that was chosen (in a prompt: that stands there).
-      top: the likeliest tokens, `(token id, log-probability)`, best first.
+      sampled: of the token that was chosen (in a prompt: that stands there), in the model's own
+        distribution, before everything that `SamplingParams` changes.
+      top: the likeliest tokens of that distribution, `(token id, log-probability)`, best first.
+      processed: of the chosen token in the distribution that it was drawn from, behind penalties,
+        masks, temperature and cuts (greedy: behind penalties and masks); None in a prompt.
     """
 
     sampled: float
     top: tuple[tuple[int, float], ...]
+    processed: float | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -34,7 +38,8 @@ class Sequence:
 
     Attributes:
       index: number of the sample, from 0.
-      token_ids: of the prompt and of the output so far.
+      token_ids: of the prompt and of the output so far, as far as they are on the host.
+      num_pending: tokens that were sampled behind those and are on their way from the device.
       seed: of its random stream.
       root: hash of the empty prefix (see `block_hash`); None: its blocks are not to be found.
       num_computed_tokens: tokens whose keys and values are in the pool (or swapped out).
@@ -45,7 +50,9 @@ class Sequence:
       num_blocks: logical blocks in use, the same in every group.
       first_blocks: per KV group, the first logical block that has not left the window.
       block_hashes: of its full blocks, as far as they are known.
+      num_published: full blocks that were made findable (if `root` allows it), or shared.
       shares_tail: the last block may belong to others too; it is copied before it is written.
+      token_time: when its last tokens came to the host, seconds of a monotonic clock.
       cumulative_logprob: of all sampled tokens, where log-probabilities are computed.
     """
 
@@ -54,6 +61,7 @@ class Sequence:
     token_ids: list[int]
     seed: int
     root: bytes | None
+    num_pending: int = 0
     num_computed_tokens: int = 0
     slot: int | None = None
     token_on_device: bool = False
@@ -61,15 +69,18 @@ class Sequence:
     num_blocks: int = 0
     first_blocks: list[int] = dataclasses.field(default_factory=list)
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    num_published: int = 0
     shares_tail: bool = False
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
+    token_time: float | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    stop_reason: int | str | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Tokens there are, those on their way from the device included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def tables(self) -> np.ndarray:
@@ -83,6 +94,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """On the host."""
         return len(self.token_ids) - self.request.prompt_len
 
 
@@ -96,6 +108,8 @@ class Request:
     Attributes:
       arrival: number of requests that came before. priority: lower goes first.
       root: see `Sequence.root`.
+      stop_token_ids: that end its sequences, end-of-sequence tokens included where they do.
+      bad_word_ids: token sequences that must not be sampled.
       beam_search: the search that chooses its tokens; None: they are sampled.
       sequences: that are not finished, in order of their index (beams: best first).
       num_sequences: how many there have been so far.
@@ -105,6 +119,8 @@ class Request:
       is_swapped: its blocks are in the host pool.
       prompt_logprobs: of the prompt's second token and on, as far as they are computed.
       num_cached_tokens: of the prompt, found in the prefix cache.
+      num_in_flight: steps with it that were dispatched and whose results are not on the host.
+      max_length: tokens, of prompt and output, at which its sequences end; set by the scheduler.
     """
 
     request_id: str
@@ -114,6 +130,8 @@ class Request:
     seed: int
     priority: int = 0
     root: bytes | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     beam_search: BeamSearch | None = None
     width: int = 1
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -125,6 +143,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_in_flight: int = 0
+    max_length: int = dataclasses.field(init=False)
     prompt_len: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

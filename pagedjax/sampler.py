@@ -1,15 +1,30 @@
 """Choosing the next token on the device, without sorting the vocabulary."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pagedjax.batch import SamplingInput
+from pagedjax import likeliest
+from pagedjax.cuts import LOWEST, NUM_LIKELIEST, find_thresholds, kept_weights
+from pagedjax.exact_sum import sum_digits, to_float
+from pagedjax.likeliest import CHUNK, chunked
+from pagedjax.logits import LogitsProcessor, adjust
+from pagedjax.noise import gumbel
+from pagedjax.sampling_input import (
+    FORBIDDEN,
+    IN_PROMPT,
+    STOPS,
+    TAIL,
+    SamplingInput,
+    SlotStart,
+    SlotState,
+)
 from pagedjax.sampling_params import MAX_LOGPROBS
 
-_ARGMAX_BLOCK = 512
+_TILE = 8  # rows that are worked on at a time, of those that want more than the argmax
 
 
 @jax.tree_util.register_dataclass
@@ -20,41 +35,64 @@ class SamplerOutput:
     Attributes:
       token_ids: i32[S].
       logprobs: f32[S], of the sampled token in the model's own distribution.
-      top_ids, top_logprobs: i32 and f32 [S, K], the likeliest tokens, best first.
-        All three are zero unless some sequence of the batch wants log-probabilities.
+      processed_logprobs: f32[S], in the distribution that it was sampled from: of the adjusted
+        logits, divided by the temperature and cut; with temperature 1 for a greedy row.
+      top_ids, top_logprobs: i32 and f32 [S, K], the likeliest tokens of the model's own
+        distribution, best first.
+        All four are zero for rows that do not want log-probabilities.
     """
 
     token_ids: jax.Array
     logprobs: jax.Array
+    processed_logprobs: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, sampling: SamplingInput) -> SamplerOutput:
+class _Choice(NamedTuple):
+    """Tokens of T rows: i32[T], and the least value that each row kept, f32[T]."""
+
+    token_ids: jax.Array
+    threshold: jax.Array
+
+
+def sample(
+    logits: jax.Array,
+    sampling: SamplingInput,
+    slots: SlotState,
+    processors: tuple[LogitsProcessor, ...] = (),
+) -> SamplerOutput:
     """Choose a token for each row of f32[S, V] `logits`.
 
-    What no row asks for is not computed: a greedy batch draws no noise and searches no threshold.
-    The random stream of a row depends on its seed and position alone, not on its batch.
+    All rows get their argmax. Those that want anything else are gathered, and computed a few at a
+    time, so that a row does not pay for the options of its neighbours. What a row gets depends
+    bit for bit on its own logits, parameters and slot alone.
     """
-    greedy = _argmax(logits)
-    is_random = sampling.temperature > 0
-    token_ids = lax.cond(
-        is_random.any(),
-        lambda: jnp.where(is_random, _sample_randomly(logits, sampling), greedy),
-        lambda: greedy,
-    )
-    width = min(MAX_LOGPROBS, logits.shape[1])
-    num_seqs = len(logits)
-    logprobs = lax.cond(
-        sampling.wants_logprobs.any(),
-        lambda: token_logprobs(logits, token_ids, width),
-        lambda: (
-            jnp.zeros(num_seqs),
-            jnp.zeros((num_seqs, width), jnp.int32),
-            jnp.zeros((num_seqs, width)),
-        ),
-    )
-    return SamplerOutput(token_ids, *logprobs)
+    num_seqs, vocab = logits.shape
+    order, count = rows_with_options(sampling)
+    tile = min(_TILE, num_seqs)
+    order = jnp.pad(order, (0, -num_seqs % tile), mode="edge")
+    places = jnp.arange(len(order), dtype=jnp.int32)
+    targets = jnp.where(places < count, order, num_seqs)  # the rest of the last tile is dropped
+
+    def compute(index: jax.Array, out: SamplerOutput) -> SamplerOutput:
+        rows, into = (lax.dynamic_slice_in_dim(x, index * tile, tile) for x in (order, targets))
+        own = jax.tree.map(lambda values: values[rows], sampling)
+        found = _sample_tile(logits[rows], own, slots, processors)
+        return jax.tree.map(lambda all, some: all.at[into].set(some, mode="drop"), out, found)
+
+    width = min(MAX_LOGPROBS, vocab)
+    greedy = likeliest.argmax(chunked(logits))
+    start = SamplerOutput(greedy, *_no_logprobs(num_seqs, width))
+    return lax.fori_loop(0, (count + tile - 1) // tile, compute, start)
+
+
+def rows_with_options(sampling: SamplingInput) -> tuple[jax.Array, jax.Array]:
+    """i32[S], the rows that want more than the argmax, then the others; i32, how many do."""
+    wants_more = (sampling.temperature > 0) | (sampling.processor > 0)
+    wants_more |= sampling.adjusts | sampling.wants_logprobs
+    order = jnp.argsort(~wants_more, stable=True)
+    return order.astype(jnp.int32), wants_more.sum(dtype=jnp.int32)
 
 
 def token_logprobs(
@@ -70,76 +108,126 @@ def token_logprobs(
     Returns:
       f32[S], of `token_ids`; then i32[S, K] and f32[S, K], the likeliest tokens, best first.
     """
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, top_ids = lax.top_k(logits, width)
+    x = chunked(logits)
+    top, top_ids = likeliest.top_k(x, width)
+    largest = top[:, :1]
+    total = largest + _log_mass(x - largest[:, None], LOWEST)[:, None]
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    return (chosen - total)[:, 0], top_ids.astype(jnp.int32), top - total
+    return (chosen - total)[:, 0], top_ids, top - total
 
 
-def _argmax(x: jax.Array) -> jax.Array:
-    """i32[S], the first largest of f32[S, V]: over maxima of blocks, then inside one block.
-
-    A plain argmax carries two operands and is not vectorized by XLA:CPU: 40 times slower at 262k.
-    """
-    num_seqs, vocab = x.shape
-    pad = -vocab % _ARGMAX_BLOCK
-    x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=-jnp.inf)
-    x = x.reshape(num_seqs, -1, _ARGMAX_BLOCK)
-    block = jnp.argmax(x.max(-1), axis=-1)
-    inside = jnp.take_along_axis(x, block[:, None, None], axis=1)[:, 0]
-    return (block * _ARGMAX_BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
-
-
-def _sample_randomly(logits: jax.Array, sampling: SamplingInput) -> jax.Array:
-    """Gumbel-max sampling (Gumbel, 1954) from the scaled and cut distribution; i32[S]."""
+def _sample_tile(
+    logits: jax.Array,
+    sampling: SamplingInput,
+    slots: SlotState,
+    processors: tuple[LogitsProcessor, ...],
+) -> SamplerOutput:
+    adjusted = chunked(adjust(logits, sampling, slots, processors))
+    is_random = sampling.temperature > 0
     # The largest becomes 0 first, so that no temperature, however small, makes it infinite.
-    scaled = logits - logits.max(-1, keepdims=True)
-    scaled = scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    cuts = (sampling.top_k > 0) | (sampling.top_p < 1)
-    scaled = lax.cond(cuts.any(), _cut, lambda x, _: x, scaled, sampling)
-    noise = jax.vmap(_gumbel, (0, 0, None))(sampling.seed, sampling.position, logits.shape[1])
-    return _argmax(scaled + noise)
+    largest = jnp.maximum(adjusted.max((1, 2)), LOWEST)
+    temperature = jnp.where(is_random, sampling.temperature, 1.0)
+    x = (adjusted - largest[:, None, None]) / temperature[:, None, None]
+    greedy = _Choice(likeliest.argmax(adjusted), jnp.full(len(x), LOWEST))
+    drawn = lax.cond(is_random.any(), lambda: _draw(x, sampling), lambda: greedy)
+    chosen = jax.tree.map(lambda a, b: jnp.where(is_random, a, b), drawn, greedy)
+    wants = sampling.wants_logprobs
+    logprobs = lax.cond(
+        wants.any(),
+        lambda: _logprobs(logits, x, chosen),
+        lambda: _no_logprobs(len(x), min(MAX_LOGPROBS, logits.shape[1])),
+    )
+    return SamplerOutput(
+        chosen.token_ids,
+        *(jnp.where(wants.reshape(-1, *(1,) * (y.ndim - 1)), y, 0) for y in logprobs),
+    )
 
 
-def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return jax.random.gumbel(jax.random.fold_in(key, position), (size,), jnp.float32)
+def _draw(x: jax.Array, sampling: SamplingInput) -> _Choice:
+    """Gumbel-max sampling (Gumbel, 1954) from what the cuts keep of f32[T, N, CHUNK] `x`."""
+    is_cut = (sampling.min_p > 0) | (sampling.top_k > 0) | (sampling.top_p < 1)
+
+    def cut() -> tuple[jax.Array, ...]:
+        top, ids = likeliest.top_k(x, NUM_LIKELIEST)
+        return find_thresholds(x, top, sampling), top, ids
+
+    def keep() -> tuple[jax.Array, ...]:
+        shape = (len(x), NUM_LIKELIEST)
+        return jnp.full(len(x), LOWEST), jnp.zeros(shape), jnp.zeros(shape, jnp.int32)
+
+    threshold, top, ids = lax.cond(is_cut.any(), cut, keep)
+    is_few = threshold > top[:, -1]  # all that are kept are in `top`
+    few = _draw_among(top, ids, threshold, sampling)
+    token_ids = lax.cond(
+        (is_few | (sampling.temperature <= 0)).all(),
+        lambda: few,
+        lambda: jnp.where(is_few, few, _draw_among_all(x, threshold, sampling)),
+    )
+    return _Choice(token_ids, threshold)
 
 
-def _cut(scaled: jax.Array, sampling: SamplingInput) -> jax.Array:
-    """Minus infinity for the tokens that top-k and then top-p leave out."""
-    vocab = scaled.shape[1]
-    keys = _ordered_bits(scaled)
-    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
-    ones = jnp.ones((), jnp.float32)
-    keep = keys >= _threshold(keys, ones[None, None], k.astype(jnp.float32))[:, None]
-    weights = jnp.where(keep, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
-    mass = sampling.top_p * weights.sum(-1)
-    # A mass that rounds to 0 is reached by no token at all; the likeliest one always stays.
-    nucleus = keys >= jnp.minimum(_threshold(keys, weights, mass), keys.max(-1))[:, None]
-    keep &= nucleus | (sampling.top_p >= 1)[:, None]
-    return jnp.where(keep, scaled, -jnp.inf)
+def _draw_among(
+    values: jax.Array, ids: jax.Array, threshold: jax.Array, sampling: SamplingInput
+) -> jax.Array:
+    """i32[T], one of the tokens `ids` i32[T, K] with `values` f32[T, K]."""
+    noise = gumbel(sampling.seed, sampling.position, ids)
+    values = jnp.where(values >= threshold[:, None], values + noise, -jnp.inf)
+    # Of equal ones the first of the row, as in `_draw_among_all`.
+    is_best = values == values.max(-1, keepdims=True)
+    return jnp.where(is_best, ids, jnp.iinfo(jnp.int32).max).min(-1)
 
 
-def _threshold(keys: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
-    """i32[S]: the largest t for which the weights of `keys >= t` sum to at least `goal`.
-
-    A bisection over the 2**32 possible keys: 32 passes over the row, whatever its order.
-    """
-
-    def halve(_: int, bounds: tuple) -> tuple:
-        low, high = bounds  # low reaches the goal, high does not
-        middle = (low & high) + ((low ^ high) >> 1)
-        reached = jnp.where(keys >= middle[:, None], weights, 0.0).sum(-1) >= goal
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
-
-    info = jnp.iinfo(jnp.int32)
-    low = jnp.full(len(keys), info.min, jnp.int32)
-    high = jnp.full(len(keys), info.max, jnp.int32)
-    return lax.fori_loop(0, 32, halve, (low, high))[0]
+def _draw_among_all(x: jax.Array, threshold: jax.Array, sampling: SamplingInput) -> jax.Array:
+    ids = jnp.arange(x.shape[1] * CHUNK, dtype=jnp.int32)[None]
+    noise = gumbel(sampling.seed, sampling.position, ids).reshape(x.shape)
+    return likeliest.argmax(jnp.where(x >= threshold[:, None, None], x + noise, -jnp.inf))
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """i32 keys in the order of the float32 values (a sign-magnitude number as two's complement)."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+def _logprobs(logits: jax.Array, x: jax.Array, chosen: _Choice) -> tuple[jax.Array, ...]:
+    """The fields of `SamplerOutput` behind the first."""
+    raw, *top = token_logprobs(logits, chosen.token_ids, min(MAX_LOGPROBS, logits.shape[1]))
+    flat = x.reshape(len(x), -1)
+    value = jnp.take_along_axis(flat, chosen.token_ids[:, None], axis=1)[:, 0]
+    return raw, value - _log_mass(x, chosen.threshold), *top
+
+
+def _no_logprobs(num_seqs: int, width: int) -> tuple[jax.Array, ...]:
+    shape = (num_seqs, width)
+    nothing = jnp.zeros(num_seqs)
+    return nothing, nothing, jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+
+
+def _log_mass(x: jax.Array, threshold: jax.Array | float) -> jax.Array:
+    """f32[T], log of the sum of exp(x) of what is kept of f32[T, N, CHUNK] <= 0."""
+    threshold = jnp.broadcast_to(threshold, len(x))
+    return jnp.log(to_float(sum_digits(kept_weights(x, threshold))))
+
+
+def begin(slots: SlotState, start: SlotStart) -> SlotState:
+    """Set a slot's row from scratch, from all the tokens that its sequence has."""
+    ids, vocab = start.token_ids, slots.tokens.shape[1]
+    places = jnp.arange(len(ids), dtype=jnp.int32)
+    is_prompt = places < start.prompt_len
+    is_output = ~is_prompt & (places < start.length)
+    flags = jnp.where(start.forbidden, FORBIDDEN, 0) | jnp.where(start.stops, STOPS, 0)
+    in_prompt = jnp.zeros(vocab, bool).at[jnp.where(is_prompt, ids, vocab)].set(True, mode="drop")
+    tokens = flags | jnp.where(in_prompt, IN_PROMPT, 0)
+    tokens = tokens.at[jnp.where(is_output, ids, vocab)].add(1, mode="drop")
+    last = start.length - TAIL + jnp.arange(TAIL, dtype=jnp.int32)
+    tail = jnp.where(last >= start.prompt_len, ids.at[last].get(mode="clip"), -1)
+    row = SlotState(tail, tokens, start.bias_ids, start.bias, start.bad_words)
+    return jax.tree.map(lambda all, one: all.at[start.slot].set(one, mode="drop"), slots, row)
+
+
+def record(slots: SlotState, sampling: SamplingInput, token_ids: jax.Array) -> SlotState:
+    """Append a sampled token, i32[S], to each row's slot."""
+    slot = sampling.slot
+    tail = slots.tail.at[slot].get(mode="clip")
+    tail = jnp.concatenate([tail[:, 1:], token_ids[:, None]], axis=1)
+    return dataclasses.replace(
+        slots,
+        tail=slots.tail.at[slot].set(tail, mode="drop"),
+        tokens=slots.tokens.at[slot, token_ids].add(
+            sampling.adjusts.astype(jnp.int32), mode="drop"
+        ),
+    )

@@ -1,36 +1,19 @@
 """Who computes how many tokens in the next step: plain Python, no device arrays."""
 
 import bisect
-import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
 
+from pagedjax.admission import Admission
 from pagedjax.block_pool import BlockPool
 from pagedjax.errors import InvalidRequestError
-from pagedjax.kv_cache_manager import KVCacheManager, PrefixHit
+from pagedjax.cache_stats import PrefixHit
+from pagedjax.kv_cache_manager import KVCacheManager
 from pagedjax.plan import ScheduledChunk, StepPlan
 from pagedjax.request import Request, Sequence, derived_seed
+from pagedjax.scheduler_config import SchedulerConfig
+from pagedjax.slots import SlotPool
 from pagedjax.waiting_queue import WaitingQueue
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits that the scheduler keeps; see `EngineConfig`. `windows`: of the model's KV groups."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    windows: tuple[int, ...]
-    offload_evicted: bool = False
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.windows)
-
-    @property
-    def table_width(self) -> int:
-        return -(-self.max_model_len // self.block_size)
 
 
 class Scheduler:
@@ -68,9 +51,8 @@ class Scheduler:
         self.num_swaps = 0
         self.num_recomputes = 0
         self._prefers_swap = prefers_swap
-        self._free_slots = list(reversed(range(config.max_num_seqs)))
-        # The request that did not fit when it was asked last, and how many blocks were free.
-        self._refused: tuple[Request | None, int] = (None, 0)
+        self.slots = SlotPool(config.max_num_seqs)
+        self.admission = Admission(config, self.blocks, self.slots)
 
     def __len__(self) -> int:
         """Requests that are not finished."""
@@ -89,9 +71,9 @@ class Scheduler:
                 f"{c.max_num_seqs}. Ask for fewer samples or beams, or raise it"
             )
         max_tokens = request.params.max_tokens
+        request.max_length = min(request.prompt_len + max_tokens, c.max_model_len)
         # The last token is never stored.
-        stored = min(request.prompt_len + max_tokens, c.max_model_len) - 1
-        need = self.blocks.worst_case(request.prompt_len, stored, request.width)
+        need = self.blocks.worst_case(request.prompt_len, request.max_length - 1, request.width)
         if need > self.pool.num_usable:
             raise InvalidRequestError(
                 f"{request.prompt_len} prompt tokens and max_tokens {max_tokens} need {need} "
@@ -102,21 +84,17 @@ class Scheduler:
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
-        """The next step, with slots and blocks assigned; without chunks when there is no work."""
-        chunks: list[ScheduledChunk] = []
-        budget = self.config.max_num_batched_tokens
+        """The next step, with slots and blocks assigned; without chunks when there is no work.
+
+        The results of steps before need not be known: what a sequence sampled last is one more
+        token, which the device has.
+        """
         self._make_way()
-        # Every sequence that comes later keeps a token of the budget, so that decodes go on.
-        reserved = sum(len(request.sequences) for request in self.running)
-        num_running, i = len(self.running), 0
-        while i < len(self.running):
-            request = self.running[i]
-            reserved -= len(request.sequences)
-            budget -= self._schedule_request(request, budget - reserved, chunks)
-            i += 1
-        if len(self.running) == num_running:  # nobody was preempted
-            self._admit_waiting(budget, chunks)
-        return StepPlan(chunks, self.blocks.take_transfers())
+        chunks = self._decode_ahead()
+        num_steps = self.config.num_decode_steps if chunks else 1
+        if not chunks:
+            self._schedule_all(chunks)
+        return StepPlan(chunks, self.blocks.take_transfers(), self.slots.take_new(), num_steps)
 
     def update(self, plan: StepPlan) -> None:
         """The step was dispatched: its tokens are in the pool, as far as later steps can see."""
@@ -124,12 +102,30 @@ class Scheduler:
         for sequence, start, num_tokens, samplers in plan.chunks:
             end = start + num_tokens
             crosses = end // size != start // size
+            is_sampled = sequence.request.beam_search is None
             for seq in samplers or (sequence,):
                 seq.num_computed_tokens = end
-                seq.token_on_device = bool(samplers) and seq.request.beam_search is None
+                seq.token_on_device = bool(samplers) and is_sampled
+                if seq.token_on_device:
+                    seq.num_pending += num_tokens if plan.num_steps > 1 else 1
                 if crosses:
-                    self.blocks.advance(seq, start, end)
+                    self.blocks.advance(seq, end)
+        for request in plan.requests:
+            request.num_in_flight += 1
         self.blocks.end_step()
+
+    def collect(self, plan: StepPlan) -> None:
+        """The results of a dispatched step are on the host; `append` follows for its tokens."""
+        for request in plan.requests:
+            request.num_in_flight -= 1
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        """A token that a sequence sampled has come to the host."""
+        # Those before it are computed: it was sampled from them. It is not, if it ends its sequence.
+        if seq.slot is not None and not len(seq.token_ids) % self.config.block_size:
+            self.blocks.publish(seq)
+        seq.token_ids.append(token_id)
+        seq.num_pending -= 1
 
     def fork(self, parent: Sequence) -> Sequence:
         """A new running sequence that shares all tokens and blocks of `parent`."""
@@ -140,9 +136,9 @@ class Scheduler:
             list(parent.token_ids),
             derived_seed(request.seed, request.num_sequences),
             parent.root,
-            slot=request.spare_slots.pop(),
             cumulative_logprob=parent.cumulative_logprob,
         )
+        self.slots.take_spare(child)
         self.blocks.fork(parent, child)
         request.num_sequences += 1
         request.sequences.append(child)
@@ -179,13 +175,46 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants; between steps."""
         self.blocks.check([*self.running, *self.waiting])
-        slots = [*self._free_slots]
+        self.slots.check(self.running, self.waiting)
+
+    # --- one step ---
+
+    def _schedule_all(self, chunks: list[ScheduledChunk]) -> None:
+        """Append the chunks of running requests and of those that can be admitted."""
+        budget = self.config.max_num_batched_tokens
+        # Every sequence that comes later keeps a token of the budget, so that decodes go on.
+        reserved = sum(len(request.sequences) for request in self.running)
+        num_running, i = len(self.running), 0
+        while i < len(self.running):
+            request = self.running[i]
+            reserved -= len(request.sequences)
+            budget -= self._schedule_request(request, budget - reserved, chunks)
+            i += 1
+        if len(self.running) == num_running:  # nobody was preempted
+            self._admit_waiting(budget, chunks)
+
+    def _decode_ahead(self) -> list[ScheduledChunk]:
+        """Several decodes of every sequence, if there is nothing else to do and room for them."""
+        most = self.config.num_decode_steps
+        if most == 1 or (self.waiting and self._fits_next()):
+            return []
+        chunks, need = [], 0
         for request in self.running:
-            slots += request.spare_slots
-            slots += [seq.slot for seq in request.sequences if seq.slot is not None]
-        assert sorted(slots) == list(range(self.config.max_num_seqs)), "a slot is lost or shared"
-        idle = [seq for request in self.waiting for seq in request.sequences]
-        assert all(seq.slot is None for seq in idle), "a waiting request holds a slot"
+            for seq in request.sequences:
+                start = seq.num_computed_tokens
+                if request.beam_search is not None or seq.num_tokens - start != 1:
+                    return []
+                num_tokens = min(most, request.max_length - seq.num_tokens)
+                if start < request.prompt_len:
+                    return []
+                if num_tokens > 0:
+                    need += self.blocks.need(seq, start + num_tokens)
+                    chunks.append(ScheduledChunk(seq, start, num_tokens, (seq,)))
+        if need > self.pool.num_free:
+            return []
+        for seq, _, num_tokens, _ in chunks:
+            self.blocks.reserve(seq, seq.num_computed_tokens + num_tokens)
+        return chunks
 
     # --- one request ---
 
@@ -199,9 +228,11 @@ class Scheduler:
         used = 0
         for seq in tuple(request.sequences):
             start = seq.num_computed_tokens
+            if seq.num_tokens >= request.max_length:
+                continue  # the last token is on its way
             if (  # most decodes
                 used < budget
-                and len(seq.token_ids) - start == 1
+                and seq.num_tokens - start == 1
                 and request.prompt_len <= start < seq.num_blocks * self.config.block_size
                 and not seq.shares_tail
             ):
@@ -222,14 +253,14 @@ class Scheduler:
         """Tokens of the chunk that was appended; None if there is no block for even one."""
         request = seq.request
         if seq.block_tables is None:
-            hit = self._find_prefix(seq)
+            hit = self.admission.find_prefix(seq)
             if hit.is_coming:
                 return 0
             # With the next block: who got blocks back from the host keeps them for this step.
             while hit.num_unowned + self.config.num_groups > self.pool.num_free:
                 if not (preempts and self._preempt_behind(request)):
                     return None
-                hit = self._find_prefix(seq)  # other blocks are free now
+                hit = self.admission.find_prefix(seq)  # other blocks are free now
             self._start(seq, hit)
         start = seq.num_computed_tokens
         num_tokens = min(seq.num_tokens - start, budget)
@@ -253,14 +284,6 @@ class Scheduler:
             return (seq,)
         return (seq, *(self.fork(seq) for _ in range(request.width - 1)))
 
-    def _find_prefix(self, seq: Sequence) -> PrefixHit:
-        """One token at least is computed, and all whose log-probabilities are yet to be found."""
-        limit, request = seq.num_tokens - 1, seq.request
-        known = len(request.prompt_logprobs)
-        if request.params.prompt_logprobs is not None and known < request.prompt_len - 1:
-            limit = min(limit, known)
-        return self.blocks.find_prefix(seq, limit)
-
     def _start(self, seq: Sequence, hit: PrefixHit) -> None:
         request = seq.request
         self.blocks.start(seq, hit)
@@ -277,73 +300,25 @@ class Scheduler:
     # --- in and out of the running ones ---
 
     def _admit_waiting(self, budget: int, chunks: list[ScheduledChunk]) -> None:
-        while budget > 0 and self.waiting and self._fits(self.waiting.peek()):
+        while budget > 0 and self.waiting and self._fits_next():
             request = self.waiting.pop()
-            num_slots = request.num_slots
-            request.spare_slots = [self._free_slots.pop() for _ in range(num_slots)]
-            for seq in request.sequences:
-                seq.slot = request.spare_slots.pop()
+            self.slots.assign(request)
             bisect.insort(self.running, request, key=attrgetter("order"))
             if request.is_swapped:
                 self.blocks.swap_in(request)
             budget -= self._schedule_request(request, budget, chunks, preempts=False)
 
-    def _fits(self, request: Request) -> bool:
-        """Whether a waiting request can be admitted now."""
-        if request.num_slots > len(self._free_slots):
-            return False
-        if not self.running:
-            return True
-        refused, free_then = self._refused
-        if request is refused and self.pool.num_free <= free_then:
-            return False  # so that a step costs nothing for those who wait
-        need = self._blocks_to_admit(request)
-        if need is None:
-            return False
-        if need + self._blocks_to_keep() <= self.pool.num_free:
-            return True
-        self._refused = request, self.pool.num_free
-        return False
-
-    def _blocks_to_admit(self, request: Request) -> int | None:
-        """Free blocks that the known tokens of a waiting request take.
-
-        None: this very step computes its next block for another request, so it waits for that.
-        """
-        first, *others = request.sequences
-        if request.is_swapped:
-            return len(self.blocks.blocks_of(request)) + self.config.num_groups * (1 + len(others))
-        hit = self._find_prefix(first)
-        if hit.is_coming:
-            return None
-        computed = hit.num_blocks * self.config.block_size
-        return (
-            hit.num_unowned
-            + self._blocks_to_add(first, computed)
-            + sum(self._blocks_to_add(seq, request.prompt_len) for seq in others)
-        )
-
-    def _blocks_to_keep(self) -> int:
-        """Free blocks that running sequences will soon need: for prompts, and one more to grow."""
-        size = self.config.block_size
-        return sum(
-            self.config.num_groups + self._blocks_to_add(seq, seq.num_blocks * size)
-            for request in self.running
-            for seq in request.sequences
-        )
-
-    def _blocks_to_add(self, seq: Sequence, start: int) -> int:
-        if start >= seq.num_tokens:
-            return 0
-        return self.blocks.blocks_to_add(start, seq.num_tokens, self.config.max_num_batched_tokens)
+    def _fits_next(self) -> bool:
+        return self.admission.fits(self.waiting.peek(), self.running)
 
     def _make_way(self) -> None:
         """Preempt requests of a lower priority than that of one that waits."""
         while (
             self.waiting
             and self.running
+            and not self.waiting.peek().num_in_flight
             and self.running[-1].priority > self.waiting.peek().priority
-            and not self._fits(self.waiting.peek())
+            and not self._fits_next()
         ):
             self._preempt(self.running[-1])
 
@@ -353,6 +328,8 @@ class Scheduler:
         self.running.pop()
         num_blocks = len(self.blocks.blocks_of(request))
         fits = 0 < num_blocks <= self.blocks.host.num_free
+        # Beams that do not run cannot be continued, so what is in flight of them has to come again.
+        fits &= not (request.num_in_flight and request.beam_search is not None)
         if fits and self._prefers_swap(_tokens_to_recompute(request), num_blocks):
             self.blocks.swap_out(request)
             self.num_swaps += 1
@@ -361,11 +338,7 @@ class Scheduler:
                 self.blocks.release(seq)
             request.candidates.clear()
             self.num_recomputes += 1
-        for seq in request.sequences:
-            assert seq.slot is not None
-            self._free_slots.append(seq.slot)
-            seq.slot = None
-        self._return_spare_slots(request)
+        self.slots.release_all(request)
         request.num_preemptions += 1
         self.waiting.push(request)
 
@@ -373,22 +346,14 @@ class Scheduler:
         request = seq.request
         self.blocks.release(seq)
         request.sequences.remove(seq)
-        if seq.slot is not None:
-            # Beams that die make room for those that fork.
-            slots = self._free_slots if request.beam_search is None else request.spare_slots
-            slots.append(seq.slot)
-            seq.slot = None
+        self.slots.release(seq)
 
     def _end(self, request: Request) -> None:
         if request in self.waiting:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-        self._return_spare_slots(request)
-
-    def _return_spare_slots(self, request: Request) -> None:
-        self._free_slots += request.spare_slots
-        request.spare_slots = []
+        self.slots.release_all(request)
 
 
 def _tokens_to_recompute(request: Request) -> int:

@@ -139,17 +139,37 @@ class Tokenizer:
                 "without lone surrogates"
             ) from error
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = False,
+    ) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        stream = self.detokenizer((), skip_special_tokens)
+        stream = self.detokenizer((), skip_special_tokens, spaces_between_special_tokens)
         return "".join([*map(stream.append, token_ids), stream.flush()])
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = False,
     ) -> IncrementalDetokenizer:
-        """Text of the tokens that come behind a prompt, one at a time."""
-        skipped = self.special_token_ids if skip_special_tokens else ()
-        return IncrementalDetokenizer(self.token_bytes, prompt_token_ids, skipped)
+        """Text of the tokens that come behind a prompt, one at a time.
+
+        Args:
+          skip_special_tokens: leave special tokens out.
+          spaces_between_special_tokens: if they are not left out, put a space between each of them
+            and the text next to it, and decode what stands between two of them by itself, as
+            Transformers' Python tokenizers do. Otherwise the text is exactly that of the bytes.
+        """
+        special = self.special_token_ids
+        return IncrementalDetokenizer(
+            self.token_bytes,
+            prompt_token_ids,
+            skipped=special if skip_special_tokens else (),
+            set_off=special if spaces_between_special_tokens else (),
+        )
 
     def apply_chat_template(
         self,

@@ -1,10 +1,10 @@
 """A request as its user sees it: text, log-probabilities and metrics, gathered token by token."""
 
-import dataclasses
 import time
 
 from pagedjax.beam_search import Hypothesis
-from pagedjax.detokenizer import IncrementalDetokenizer
+from pagedjax.options import OutputKind
+from pagedjax.output_text import OutputText
 from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedjax.request import FinishReason, Request, Sequence
 from pagedjax.tokenizer import Tokenizer
@@ -14,57 +14,75 @@ class TrackedRequest:
     """A request with what the engine adds to it.
 
     Attributes:
+      arrival: seconds of a monotonic clock.
       ended: its sequences that are finished.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        output_kind: OutputKind = "cumulative",
+    ):
         self.request = request
+        self.arrival = time.monotonic()
         self.ended: list[Sequence] = []
         self._tokenizer = tokenizer
-        self._texts: dict[Sequence, _Text] = {}
-        self._metrics = RequestMetrics(arrival=time.monotonic())
+        self._output_kind = output_kind
+        self._texts: dict[Sequence, OutputText] = {}
+        self._first_token: float | None = None
+        self._last_token: float | None = None
 
     @property
     def is_finished(self) -> bool:
         return not self.request.sequences
 
-    def append_text(self, sequence: Sequence, token_id: int) -> None:
-        """Take in a token that is part of the text."""
-        if self._tokenizer is not None:
-            if sequence not in self._texts:
-                self._texts[sequence] = self._new_text(self._tokenizer)
-            self._texts[sequence].append(token_id)
+    @property
+    def is_reported(self) -> bool:
+        """Whether its user wants to know how it stands now."""
+        return self.is_finished or self._output_kind == "cumulative"
+
+    def note_tokens(self, now: float) -> bool:
+        """Tokens came; returns whether they are the first."""
+        is_first = self._first_token is None
+        self._first_token = now if is_first else self._first_token
+        self._last_token = now
+        return is_first
+
+    def append_text(self, sequence: Sequence, token_id: int) -> str | None:
+        """Take in a token that is part of the text; the stop string that it completes."""
+        if self._tokenizer is None:
+            return None
+        if sequence not in self._texts:
+            self._texts[sequence] = self._new_text(self._tokenizer)
+        return self._texts[sequence].append(token_id)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Note that a sequence, no longer among the request's running ones, is finished."""
         sequence.finish_reason = reason
         self.ended.append(sequence)
         if sequence in self._texts:
-            self._texts[sequence].flush()
+            self._texts[sequence].finish()
 
     def output(self) -> RequestOutput:
         """State of the request now."""
-        request, now = self.request, time.monotonic()
-        m = self._metrics
-        self._metrics = dataclasses.replace(
-            m,
-            first_token=now if m.first_token is None and self._has_tokens() else m.first_token,
-            finished=now if self.is_finished else None,
-            cached_tokens=request.num_cached_tokens,
-            preemptions=request.num_preemptions,
-        )
+        request = self.request
         wants_prompt = request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             completions=self._completions(),
             finished=self.is_finished,
-            metrics=self._metrics,
+            metrics=RequestMetrics(
+                arrival=self.arrival,
+                first_token=self._first_token,
+                last_token=self._last_token,
+                finished=time.monotonic() if self.is_finished else None,
+                cached_tokens=request.num_cached_tokens,
+                preemptions=request.num_preemptions,
+            ),
             prompt_logprobs=tuple(request.prompt_logprobs) if wants_prompt else None,
         )
-
-    def _has_tokens(self) -> bool:
-        return any(seq.num_output_tokens for seq in (*self.request.sequences, *self.ended))
 
     def _completions(self) -> tuple[CompletionOutput, ...]:
         """Of all samples; where the best are to be chosen, only in the end."""
@@ -72,7 +90,9 @@ class TrackedRequest:
         if request.beam_search is not None:
             best = request.beam_search.best() if self.is_finished else []
             return tuple(self._of_hypothesis(i, found) for i, found in enumerate(best))
-        sequences = sorted((*request.sequences, *self.ended), key=lambda seq: seq.index)
+        sequences = [*request.sequences, *self.ended]
+        if len(sequences) > 1:
+            sequences.sort(key=lambda seq: seq.index)
         if params.num_samples > params.n:
             if not self.is_finished:
                 return ()
@@ -87,7 +107,7 @@ class TrackedRequest:
             token_ids=tuple(seq.output_token_ids),
             logprobs=tuple(seq.logprobs) if params.logprobs is not None else None,
             finish_reason=seq.finish_reason,
-            stop_token_id=seq.stop_token_id,
+            stop_reason=seq.stop_reason,
             cumulative_logprob=seq.cumulative_logprob if params.wants_logprobs else None,
         )
 
@@ -98,37 +118,23 @@ class TrackedRequest:
             whole = self._new_text(self._tokenizer)
             for token_id in found.token_ids[:-1] if stopped else found.token_ids:
                 whole.append(token_id)
-            whole.flush()
+            whole.finish()
             text = whole.so_far
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=found.token_ids,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            stop_token_id=found.stop_token_id,
+            stop_reason=found.stop_token_id,
             cumulative_logprob=found.cumulative_logprob,
             score=found.score,
         )
 
-    def _new_text(self, tokenizer: Tokenizer) -> "_Text":
-        return _Text(tokenizer.detokenizer(list(self.request.prompt_token_ids)))
+    def _new_text(self, tokenizer: Tokenizer) -> OutputText:
+        return OutputText(tokenizer, self.request.prompt_token_ids, self.request.params)
 
 
 def _from_best_to_worst(seq: Sequence) -> tuple[bool, float]:
     """Sorts by the mean log-probability of a token; who was aborted comes last."""
     mean = seq.cumulative_logprob / max(1, seq.num_output_tokens)
     return seq.finish_reason is FinishReason.ABORT, -mean
-
-
-@dataclasses.dataclass
-class _Text:
-    """The text of one sequence, as far as it has come."""
-
-    detokenizer: IncrementalDetokenizer
-    so_far: str = ""
-
-    def append(self, token_id: int) -> None:
-        self.so_far += self.detokenizer.append(token_id)
-
-    def flush(self) -> None:
-        self.so_far += self.detokenizer.flush()

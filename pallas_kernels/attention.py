@@ -29,6 +29,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Causal attention "N H D" of a ragged batch over its own blocks of the pool.
 
@@ -48,6 +49,9 @@ def paged_attention(
       sinks: [H] logits that take part in the softmax with value zero (gpt-oss).
       kv_dtype: what the pool's elements mean; None: the pool's own dtype.
       implementation: None picks the best that supports the call; a name is used or raises.
+      batch_invariant: a row's result has the same bits whatever its index, its chunk's length and
+        the rest of the batch; for a given block size and backend, at some cost. "reference" works
+        row by row anyway.
 
     Returns:
       [N, H, D] in q's dtype. Padding rows hold unspecified finite numbers.
@@ -75,6 +79,7 @@ def paged_attention(
         soft_cap=soft_cap,
         window=NO_WINDOW if window is None else window,
         sinks=sinks,
+        batch_invariant=batch_invariant,
     )
     return out.astype(q.dtype)
 

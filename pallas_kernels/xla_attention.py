@@ -11,6 +11,11 @@ with the running maximum and sum of an online softmax (Milakov and Gimelshein, a
 Dao et al., arXiv:2205.14135). Decodes are tiles of one row. No tokens-by-keys matrix exists, no
 sequence pays for another's length, and trip counts are dynamic, so one compiled program serves
 every mix of chunks and decodes.
+
+`batch_invariant`: every sequence, decodes too, goes through tiles of one shape and loop steps of
+one number of keys, counted from key 0. A row then meets the same keys in the same sums whatever the
+length of its chunk, its place in the tile and the batch around it: loop steps that are masked for it
+multiply its sums by exp(0) = 1 and add zeros.
 """
 
 import functools
@@ -28,6 +33,8 @@ _TILE_ROWS = 512  # rows times query heads per KV head of a prefill tile
 _SHORT_TILE_ROWS = 64  # the same for chunks that are no longer, as behind a cached prefix
 _PREFILL_KEYS = 256  # keys a tile meets in one step of its loop
 _DECODE_KEYS = 128
+_INVARIANT_TILE_ROWS = 16  # of the one tile shape of batch-invariant calls: decodes waste little
+_INVARIANT_KEYS = 256
 
 
 class _Call(NamedTuple):
@@ -69,15 +76,32 @@ def xla_attention(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
     call = _Call(pool, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
+    attend = _one_tile_shape if batch_invariant else _tiles_by_length
+    return attend(call, q.astype(jnp.float32), batch)[: len(q)]
+
+
+def _one_tile_shape(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
+    """f32[N + R, H, D]: every sequence in tiles of one shape, which does not depend on N either."""
+    tile_rows = max(1, _INVARIANT_TILE_ROWS * call.pool.shape[2] // q.shape[1])
+    q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
+    everyone = jnp.diff(batch.query_start) > 0
+    return _loop_over_tiles(
+        call, q, jnp.zeros_like(q), batch, everyone, tile_rows, _INVARIANT_KEYS
+    )
+
+
+def _tiles_by_length(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
+    """f32[N + R, H, D]: tiles as large as each chunk fills, decodes on their own."""
     num_rows, num_heads, _ = q.shape
     short, long = (
-        max(1, min(num_rows, rows * pool.shape[2] // num_heads))
+        max(1, min(num_rows, rows * call.pool.shape[2] // num_heads))
         for rows in (_SHORT_TILE_ROWS, _TILE_ROWS)
     )
-    q = jnp.pad(q.astype(jnp.float32), ((0, long), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, long), (0, 0), (0, 0)))
     out = jnp.zeros_like(q)
     lengths = jnp.diff(batch.query_start)
     is_decode = lengths == 1
@@ -87,7 +111,7 @@ def xla_attention(
         chosen = ~is_decode & ((lengths <= short) | (long == short))
         out = _loop_over_tiles(call, q, out, batch, chosen, short, _PREFILL_KEYS)
     # One loop over sequences is best where a loop step is cheap; elsewhere all of them at once.
-    out = lax.platform_dependent(
+    return lax.platform_dependent(
         q,
         out,
         batch,
@@ -95,7 +119,6 @@ def xla_attention(
         cpu=functools.partial(_loop_over_tiles, call, tile_rows=1, keys_per_step=_DECODE_KEYS),
         default=functools.partial(_decode_together, call),
     )
-    return out[:num_rows]
 
 
 def _loop_over_tiles(

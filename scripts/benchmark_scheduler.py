@@ -44,7 +44,8 @@ from pagedjax.models.config import NO_WINDOW
 from pagedjax.plan import StepPlan
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.tracker import TrackedRequest
 
 BLOCK_SIZE = 16
@@ -154,9 +155,10 @@ class Simulation:
 
     def _take_tokens(self, plan: StepPlan, sampled: np.ndarray) -> None:
         """What the engine does with them, where nobody wants text or log-probabilities."""
+        self.scheduler.collect(plan)
         for row, seq in enumerate(plan.samplers):
             token_id, params = int(sampled[row]), seq.request.params
-            seq.token_ids.append(token_id)
+            self.scheduler.append(seq, token_id)
             ends = token_id in params.stop_token_ids or seq.num_output_tokens >= params.max_tokens
             assert not ends
             assert seq.num_tokens <= self.limits.max_model_len

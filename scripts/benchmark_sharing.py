@@ -47,7 +47,8 @@ from pagedjax.models.config import NO_WINDOW
 from pagedjax.outputs import RequestOutput
 from pagedjax.preemption import PreemptionMode
 from pagedjax.request import Request
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler_config import SchedulerConfig
 
 EXPERIMENTS = ("blocks", "prefix", "preemption", "windows")
 EngineOf = Callable[[int], LLMEngine]
@@ -316,8 +317,9 @@ def _blocks_by_step(limits: SchedulerConfig, count: int, prompt_len: int, new: i
         plan = scheduler.schedule()
         used.append(pool.num_usable - pool.num_free)
         scheduler.update(plan)
+        scheduler.collect(plan)
         for seq in plan.samplers:
-            seq.token_ids.append(0)
+            scheduler.append(seq, 0)
     return used
 
 

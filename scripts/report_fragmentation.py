@@ -42,7 +42,8 @@ from pagedjax.block_pool import BlockPool
 from pagedjax.models.config import NO_WINDOW
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler_config import SchedulerConfig
 
 BLOCK_SIZES = (8, 16, 32)
 _FULL_LENGTH_REQUESTS = 16  # that fit in memory
@@ -131,8 +132,9 @@ def replay(
     while len(scheduler):
         plan = scheduler.schedule()
         scheduler.update(plan)
+        scheduler.collect(plan)
         for seq in plan.samplers:
-            seq.token_ids.append(0)
+            scheduler.append(seq, 0)
         yield _measure(scheduler, trace, computed=sum(chunk.num_tokens for chunk in plan.chunks))
         for request in list(scheduler.running):
             if request.sequences[0].num_output_tokens == trace[request.arrival].output:

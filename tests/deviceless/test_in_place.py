@@ -12,7 +12,7 @@ from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, abstract_params
 from pagedjax.models.rope import RopeConfig
 from pagedjax.runner import init_state
-from pagedjax.scheduler import SchedulerConfig
+from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
 from tests.deviceless.targets import TARGETS, Compiled, compile_for, platform

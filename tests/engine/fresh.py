@@ -6,7 +6,6 @@ scheduler of its own that may believe in a smaller one.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +51,10 @@ def fresh_engine(
     """An engine with `check_invariants`, of at most 48 tokens a request.
 
     `usable_blocks` (None: enough for everybody) and `host_blocks` do not count the unused block 0.
+    Unless `async_scheduling` is asked for, every step brings its own results: what happens at which
+    step is easier to say then.
     """
+    config.setdefault("async_scheduling", False)
     host_bytes = MAX_HOST_BLOCKS * block_bytes(model, block_size, np.dtype(np.float32))
     engine = tiny_engine(
         model,
@@ -64,23 +66,16 @@ def fresh_engine(
         **config,
     )
     engine.runner.buckets = _OneShape()  # type: ignore[assignment]
-    engine.runner._step = _program(model)
     limits = dataclasses.replace(
         engine.limits, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     num_blocks = engine.scheduler.pool.num_blocks if usable_blocks is None else usable_blocks + 1
     assert num_blocks <= engine.scheduler.pool.num_blocks
     assert host_blocks <= MAX_HOST_BLOCKS
-    engine.scheduler = Scheduler(
+    engine.scheduler = engine._processor.scheduler = Scheduler(
         limits, BlockPool(num_blocks), BlockPool(host_blocks + 1), engine.preemption.prefers_swap
     )
     return engine
-
-
-@functools.cache
-def _program(model: DecoderConfig) -> Callable[..., Any]:
-    """The compiled step; it keeps what it compiled for every block size."""
-    return tiny_engine(model, num_blocks=2, swap_space_bytes=0).runner._step
 
 
 def step_until_done(

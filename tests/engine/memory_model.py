@@ -5,7 +5,7 @@ weights. A cell names exactly these, so two cells are equal if and only if what 
 there is. `Memory` carries out plans as the runner does, and checks what is read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pagedjax.block_hash import block_hash
@@ -33,12 +33,16 @@ class Memory:
     Attributes:
       weights: version of the weights that steps compute with.
       versions: the weights that a root stands for; roots that are not in it stand for any.
+      pending: tokens of sequences that the device knows and the host does not.
+      stopped: positions from which nothing of a sequence is of worth, nor need be there.
     """
 
     def __init__(self, manager: KVCacheManager):
         self.manager = manager
         self.weights = 0
         self.versions: dict[bytes, int] = {}
+        self.pending: dict[Sequence, list[int]] = {}
+        self.stopped: dict[Sequence, int] = {}
         size = manager.block_size
         self._device: list[list[Cell | None]] = [[None] * size] * manager.pool.num_blocks
         self._host: list[list[Cell | None]] = [[None] * size] * manager.host.num_blocks
@@ -63,28 +67,38 @@ class Memory:
         for (_, target), cells in zip(transfers.copies, copied, strict=True):
             self._device[target] = cells
 
-    def compute(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Read and write as a step of these chunks does, without any order among them."""
+    def tokens_of(self, seq: Sequence) -> list[int]:
+        """All its tokens, as the device knows them."""
+        return seq.token_ids + self.pending.get(seq, [])
+
+    def compute(
+        self, chunks: Iterable[ScheduledChunk], until: Mapping[Sequence, int] | None = None
+    ) -> None:
+        """Read and write as a step of these chunks does, without any order among them.
+
+        `until`: positions from which on sequences are not computed though it was planned.
+        """
+        until = until or {}
         chunks = list(chunks)
         for chunk in chunks:  # what lies before a chunk was there before the step
             self._check_seen(chunk.sequence, self._device, chunk.start, chunk.start)
         written: set[int] = set()
         for chunk in chunks:
-            blocks = self._write(chunk)
+            blocks = self._write(chunk, min(chunk.end, until.get(chunk.sequence, chunk.end)))
             assert not written & blocks, "two sequences write to one block in one step"
             written |= blocks
         for chunk in chunks:
             self._check_seen(chunk.sequence, self._device, chunk.start, chunk.end)
         for chunk in chunks:
             for seq in (chunk.sequence, *chunk.samplers):
-                self._learn(seq)
+                self.learn(seq)
 
-    def _write(self, chunk: ScheduledChunk) -> set[int]:
+    def _write(self, chunk: ScheduledChunk, end: int) -> set[int]:
         seq, size, pool = chunk.sequence, self.manager.block_size, self.manager.pool
-        prefixes = self._prefixes_of(seq.token_ids[: chunk.end])
+        prefixes = self._prefixes_of(self.tokens_of(seq)[:end])
         blocks: set[int] = set()
         for group in range(self.manager.num_groups):
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, end):
                 block = int(seq.tables[group, position // size])
                 assert block, "a token has no place"
                 cells = list(self._device[block])
@@ -115,7 +129,8 @@ class Memory:
     ) -> None:
         """Assert that tokens from `start` on see the cells before `end` as they should be."""
         size = self.manager.block_size
-        prefixes = self._prefixes_of(seq.token_ids[:end])
+        end = min(end, self.stopped.get(seq, end))
+        prefixes = self._prefixes_of(self.tokens_of(seq)[:end])
         version = None if seq.root is None else self.versions.get(seq.root)
         for group, window in enumerate(self.manager.windows):
             for position in range(max(0, start - window + 1), end):
@@ -149,8 +164,8 @@ class Memory:
             found.append(prefix)
         return found
 
-    def _learn(self, seq: Sequence) -> None:
-        """Note what the hashes of a sequence's full blocks stand for."""
+    def learn(self, seq: Sequence) -> None:
+        """Note what the hashes of a sequence's full blocks stand for, of tokens on the host."""
         if seq.root is None:
             return
         size, parent = self.manager.block_size, seq.root

@@ -7,8 +7,10 @@ import numpy as np
 from pagedjax.plan import StepPlan
 from pagedjax.request import Request, Sequence
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import SchedulerConfig
-from tests.engine.simulation import NO_WINDOW, Arrival, Simulation, Workload
+from pagedjax.scheduler_config import SchedulerConfig
+from tests.engine.device_model import Stop
+from tests.engine.simulation import Simulation
+from tests.engine.workloads import NO_WINDOW, Arrival, Workload
 
 
 class Script(Simulation):
@@ -27,11 +29,16 @@ class Script(Simulation):
         block_size: int = 4,
         windows: tuple[int, ...] = (NO_WINDOW,),
         offload: bool = False,
+        num_decode_steps: int = 1,
+        num_in_flight: int = 0,
     ):
         config = SchedulerConfig(
-            max_num_seqs, budget, max_model_len, block_size, windows, offload_evicted=offload
+            max_num_seqs, budget, max_model_len, block_size, windows, offload, num_decode_steps
         )
-        super().__init__(Workload(config, num_blocks, num_host_blocks, [], swap))
+        super().__init__(
+            Workload(config, num_blocks, num_host_blocks, [], swap, num_in_flight=num_in_flight)
+        )
+        self.stop_after: dict[Request, Stop] = {}
         self.taken: list[int] = []
         self.stranger = Request("stranger", (1,), SamplingParams(), 0, 0).sequences[0]
 
@@ -61,8 +68,13 @@ class Script(Simulation):
         if not self.taken:
             super().check_nobody_is_forgotten(plan, stayed)
 
-    def pick_length(self, most: int) -> int:
-        return most
+    def stop(self, request: Request, num_tokens: int, *, is_seen: bool = False) -> None:
+        """Let the sequences of a request end after `num_tokens` tokens; see `Stop`."""
+        self.stop_after[request] = Stop(request.prompt_len + num_tokens, is_seen)
+
+    def pick_stop(self, seq: Sequence) -> Stop:
+        request = seq.request
+        return self.stop_after.get(request, Stop(request.max_length, is_seen=False))
 
     def pick_token(self, seq: Sequence) -> int:
         return 100 + seq.index
@@ -77,7 +89,7 @@ class Script(Simulation):
 
     def run_to_the_end(self) -> None:
         for _ in range(200):
-            if not self.live:
+            if not self.live and not self.in_flight:
                 return self.check_all_is_free()
             self.step()
         raise AssertionError("requests never finish")

@@ -1,6 +1,6 @@
 """Random days of a scheduler, with every step of them checked. See `test_scheduler`."""
 
-import dataclasses
+from collections import Counter, deque
 from random import Random
 
 import pytest
@@ -10,130 +10,13 @@ from pagedjax.beam_search import BeamSearch, BeamSearchParams
 from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.errors import InvalidRequestError
-from pagedjax.plan import ScheduledChunk, StepPlan
+from pagedjax.plan import StepPlan
 from pagedjax.request import Request, Sequence, TokenLogprobs
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.scheduler import Scheduler
+from tests.engine.device_model import WORTHLESS, Device, InFlight, Result, Stop
 from tests.engine.memory_model import Memory
-
-NO_WINDOW = 2**30
-NUM_TOKENS = 2  # of the vocabulary, so that continuations meet by chance
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """A request of a simulated day.
-
-    Attributes:
-      root: "shared", "private" or None, see `Sequence.root`.
-      abort_step, abort_sample_step: when it, or one of its sequences, is aborted.
-    """
-
-    step: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    width: int = 1
-    is_beam_search: bool = False
-    priority: int = 0
-    root: str | None = "shared"
-    wants_prompt_logprobs: bool = False
-    abort_step: int | None = None
-    abort_sample_step: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A day.
-
-    Attributes:
-      swap: "always", "never" or "random".
-      update_steps: when the weights change. reset_steps: when the prefix cache is emptied.
-    """
-
-    config: SchedulerConfig
-    num_blocks: int
-    num_host_blocks: int
-    arrivals: list[Arrival]
-    swap: str = "never"
-    seed: int = 0
-    update_steps: frozenset[int] = frozenset()
-    reset_steps: frozenset[int] = frozenset()
-
-
-def random_workload(random: Random) -> Workload:
-    """Small pools and prompts that begin alike, so that everything happens within a few steps."""
-    max_num_seqs = random.choice([1, 2, 4, 6, 8])
-    windows = [NO_WINDOW] * (random.random() < 0.85)
-    windows += [random.choice([1, 2, 3, 6, 12]) for _ in range(random.randint(0, 2))]
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + random.choice([0, 0, 1, 3, 10, 30]),
-        max_model_len=random.choice([9, 20, 32, 32]),
-        block_size=random.choice([1, 1, 2, 3, 4, 5]),
-        windows=tuple(windows) or (3,),
-        offload_evicted=random.random() < 0.5,
-    )
-    is_crowd = random.random() < 0.7  # everybody comes at once and stays long
-    widths = random.choice([[1], [1, 2], [2], [1, 3], [1, 2, 3, 4]])
-    arrivals = [
-        _random_arrival(random, config, random.choice(widths), is_crowd)
-        for _ in range(random.randint(2, 14))
-    ]
-    arrivals.sort(key=lambda arrival: arrival.step)
-    # Room for the largest and little more: nearly every step has to make some.
-    need = max(worst_case(config, len(a.prompt), a.max_tokens, a.width) for a in arrivals)
-    rare = random.random() < 0.2
-    return Workload(
-        config,
-        num_blocks=max(2, need + random.choice([0, 1, 1, 1, 2, 3, need // 2, need])),
-        num_host_blocks=random.choice([1, 3, 6, 12, 30, 100]),
-        arrivals=arrivals,
-        swap=random.choice(["always", "never", "random"]),
-        seed=random.randrange(2**32),
-        update_steps=frozenset([random.randint(0, 40)] * rare),
-        reset_steps=frozenset([random.randint(0, 40)] * rare),
-    )
-
-
-def _random_arrival(random: Random, config: SchedulerConfig, width: int, is_crowd: bool) -> Arrival:
-    longest = config.max_model_len - 1
-    common = random.choice([[0], [1, 0]]) * longest
-    prompt = common[: random.randint(0, random.choice([5, longest]))]
-    prompt += [random.randrange(NUM_TOKENS) for _ in range(random.randint(0, 6))]
-    aborts = [random.choice([None] * 5 + [random.randint(0, 60)]) for _ in range(2)]
-    return Arrival(
-        step=random.choice([0, 0, 1, 2] if is_crowd else [0, 1, 3, 6, 15]),
-        prompt=tuple(prompt[:longest]) or (0,),
-        max_tokens=24 if is_crowd else random.randint(1, 24),
-        width=width,
-        is_beam_search=random.random() < 0.5,
-        priority=random.choice([0, 0, 0, 0, 1, -1]),
-        root=random.choice(["shared"] * 4 + ["private", "private" if width > 1 else None]),
-        wants_prompt_logprobs=random.random() < 0.2,
-        abort_step=aborts[0],
-        abort_sample_step=aborts[1],
-    )
-
-
-def worst_case(config: SchedulerConfig, prompt_len: int, max_tokens: int, width: int) -> int:
-    """Blocks of a request whose sequences all run to the end, by listing them.
-
-    The last token is never stored. Where several sequences run, they share the full blocks of the
-    prompt; what no token sees any more is given back.
-    """
-    size = config.block_size
-    stored = range(min(prompt_len + max_tokens, config.max_model_len) - 1)
-    shared = {i for i in range(prompt_len // size) if width > 1}
-    owned = {
-        (i if i in shared else (sequence, i))
-        for sequence in range(width)
-        for i in {position // size for position in stored}
-    }
-    need = 0
-    for window in config.windows:
-        seen = [{p // size for p in range(max(0, q - window + 1), q + 1)} for q in stored]
-        need += min(len(owned), width * max(map(len, seen), default=0))
-    return need
+from tests.engine.workloads import NUM_TOKENS, Arrival, Workload, worst_case
 
 
 class Simulation:
@@ -150,13 +33,13 @@ class Simulation:
             self.prefers_swap,
         )
         self.memory = Memory(self.scheduler.blocks)
+        self.device = Device(self.memory, self)
+        self.in_flight: deque[InFlight] = deque()
+        self.happened: Counter[str] = Counter()
         self.live: dict[Request, Arrival] = {}
         self.version = 0
         self.num_arrivals = 0
-        self.ends: dict[Sequence, int] = {}
         self.num_steps = 0
-        # What the device keeps in each slot: whose token it sampled last, and how many it has.
-        self.sampled: dict[int, tuple[Sequence, int]] = {}
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         assert num_tokens > 0
@@ -166,7 +49,7 @@ class Simulation:
     def run(self) -> None:
         to_come = list(self.workload.arrivals)
         bound = 60 + sum(8 * (len(a.prompt) + a.width * a.max_tokens) for a in to_come)
-        while to_come or self.live:
+        while to_come or self.live or self.in_flight:
             assert self.num_steps < bound, f"{len(self.live)} requests never finish"
             while to_come and to_come[0].step <= self.num_steps:
                 self.arrive(to_come.pop(0))
@@ -176,7 +59,7 @@ class Simulation:
 
     def check_all_is_free(self) -> None:
         scheduler = self.scheduler
-        assert len(scheduler) == 0
+        assert len(scheduler) == len(self.in_flight) == 0
         for pool in (scheduler.pool, scheduler.blocks.host):
             assert pool.num_free == pool.num_usable
         scheduler.check()
@@ -213,7 +96,11 @@ class Simulation:
         return Request(
             f"request-{self.num_arrivals}",
             arrival.prompt,
-            SamplingParams(max_tokens=arrival.max_tokens, prompt_logprobs=logprobs),
+            SamplingParams(
+                max_tokens=arrival.max_tokens,
+                prompt_logprobs=logprobs,
+                stop_token_ids=(NUM_TOKENS,) if arrival.sets_slot_up and search is None else (),
+            ),
             arrival=self.num_arrivals,
             seed=self.num_arrivals,
             priority=arrival.priority,
@@ -254,6 +141,7 @@ class Simulation:
     # --- a step ---
 
     def step(self) -> StepPlan:
+        """Dispatch a step, then take results, as the engine does."""
         scheduler = self.scheduler
         before = {request: request.num_preemptions for request in scheduler.running}
         waiting = list(scheduler.waiting)
@@ -264,46 +152,68 @@ class Simulation:
         preempted = [r for r, count in before.items() if count != r.num_preemptions]
         self.check_limits(plan)
         self.check_order(stayed, preempted, waiting)
-        self.check_chunks(plan.chunks, stayed, computed)
+        self.check_chunks(plan, stayed, computed)
         self.check_nobody_is_forgotten(plan, stayed)
-        self.memory.move(plan.transfers)
-        self.memory.compute(plan.chunks)
+        if plan.num_steps > 1:
+            self.check_ahead(plan)
+        self.happened["preempted in flight"] += sum(bool(r.num_in_flight) for r in preempted)
+        self.happened["plans ahead"] += plan.num_steps > 1
+        step = self.device.dispatch(plan)
         scheduler.update(plan)
+        if plan.chunks:
+            self.in_flight.append(step)
         self.check_memory()
-        for chunk in plan.chunks:
-            self.take_prompt_logprobs(chunk)
-        for seq in plan.samplers:
-            self.take_token(seq)
-        self.check_memory()
+        while len(self.in_flight) > (self.workload.num_in_flight if plan.chunks else 0):
+            self.collect(self.in_flight.popleft())
         self.num_steps += 1
         return plan
 
-    def take_prompt_logprobs(self, chunk: ScheduledChunk) -> None:
-        request = chunk.sequence.request
-        for position in targets_of(chunk.sequence, chunk.start, chunk.end):
+    def collect(self, step: InFlight) -> None:
+        self.scheduler.collect(step.plan)
+        for chunk, targets in zip(step.plan.chunks, step.targets, strict=True):
+            assert targets == targets_of(chunk.sequence, chunk.start, chunk.end)
+            self.take_prompt_logprobs(chunk.sequence.request, targets)
+        for result in step.results:
+            if result.seq not in result.seq.request.sequences:
+                self.happened["results dropped"] += 1
+            elif result.token is None:
+                self.take_candidates(result)
+            else:
+                self.take_token(result.seq, result.position, result.token)
+        self.check_memory()
+
+    def take_prompt_logprobs(self, request: Request, targets: range) -> None:
+        for position in targets:
             assert position == len(request.prompt_logprobs) + 1, "each once, in order"
             request.prompt_logprobs.append(TokenLogprobs(0.0, ()))
 
-    def take_token(self, seq: Sequence) -> None:
-        request = seq.request
-        if request.beam_search is not None:
-            assert seq not in request.candidates, "a beam was asked for candidates twice"
-            request.candidates[seq] = []
-            if len(request.candidates) == len(request.sequences):
-                request.candidates.clear()
-                self.advance_beams(request)
+    def take_candidates(self, result: Result) -> None:
+        seq, request = result.seq, result.seq.request
+        if seq.num_computed_tokens < seq.num_tokens:  # they will be computed again
+            assert request.num_preemptions != result.num_preemptions
             return
-        if seq not in self.ends:
-            self.ends[seq] = self.pick_length(request.params.max_tokens)
-        seq.token_ids.append(self.pick_token(seq))
-        assert seq.slot is not None
-        self.sampled[seq.slot] = seq, seq.num_tokens
-        if seq.num_output_tokens >= self.ends[seq] or seq.num_tokens >= self.longest(request):
+        assert seq not in request.candidates, "a beam was asked for candidates twice"
+        request.candidates[seq] = []
+        if len(request.candidates) == len(request.sequences):
+            request.candidates.clear()
+            assert request in self.scheduler.running
+            self.advance_beams(request)
+
+    def take_token(self, seq: Sequence, position: int, token: int) -> None:
+        assert token != WORTHLESS, "it should have ended"
+        assert position == len(seq.token_ids), "a token is lost, or there twice"
+        self.scheduler.append(seq, token)
+        assert seq.token_ids[position] == self.memory.pending[seq].pop(0) == token
+        self.memory.learn(seq)
+        length = position + 1
+        if length >= self.device.stops[seq].length or length >= self.longest(seq.request):
+            self.happened["ended with tokens pending"] += bool(seq.num_pending)
             self.end_sequence(seq)
 
-    def pick_length(self, most: int) -> int:
-        """Tokens after which a sample stops."""
-        return self.random.choice([self.random.randint(1, most), most])
+    def pick_stop(self, seq: Sequence) -> Stop:
+        most = seq.request.params.max_tokens
+        num_tokens = self.random.choice([self.random.randint(1, most), most])
+        return Stop(seq.request.prompt_len + num_tokens, self.random.random() < 0.5)
 
     def pick_token(self, seq: Sequence) -> int:
         return self.random.randrange(NUM_TOKENS)
@@ -345,10 +255,16 @@ class Simulation:
     def check_memory(self) -> None:
         self.scheduler.check()
         self.memory.check(self.live)
+        for request in self.live:
+            in_flight = sum(request in step.plan.requests for step in self.in_flight)
+            assert request.num_in_flight == in_flight
+            for seq in request.sequences:
+                assert seq.num_pending == len(self.memory.pending.get(seq, []))
 
     def check_limits(self, plan: StepPlan) -> None:
         scheduler, config = self.scheduler, self.workload.config
-        assert sum(c.num_tokens for c in plan.chunks) <= config.max_num_batched_tokens
+        if plan.num_steps == 1:
+            assert sum(c.num_tokens for c in plan.chunks) <= config.max_num_batched_tokens
         assert len(plan.samplers) <= config.max_num_seqs
         assert len(plan.transfers.copies) <= config.max_num_seqs * config.num_groups
         slots = [seq.slot for request in scheduler.running for seq in request.sequences]
@@ -371,14 +287,17 @@ class Simulation:
                 assert all(r.order < request.order for r in admitted), "nobody overtakes"
         assert not admitted or not left or admitted[-1].order < left[0].order
         assert all(r in waiting or r in preempted for r in admitted)
+        busy = {request for step in self.in_flight for request in step.plan.requests}
+        assert busy.isdisjoint(admitted), "it was admitted while a step with it is in flight"
 
     def check_chunks(
         self,
-        chunks: list[ScheduledChunk],
+        plan: StepPlan,
         stayed: list[Request],
         computed: dict[Sequence, int],
     ) -> None:
         """Every sequence is computed in order, without gaps and repeats, and to its end."""
+        chunks = plan.chunks
         requests = [chunk.sequence.request for chunk in chunks]
         # Running ones go first; a new one of a high priority takes its place in the next step.
         places = [(request not in stayed, request.order) for request in requests]
@@ -388,11 +307,11 @@ class Simulation:
         being_filled: set[bytes] = set()
         for seq, start, num_tokens, samplers in chunks:
             request, end = seq.request, start + num_tokens
-            assert 1 <= num_tokens <= seq.num_tokens - start
             assert start == seq.num_computed_tokens
-            if num_tokens == 1 and seq.token_on_device:
-                assert seq.slot is not None
-                assert self.sampled[seq.slot] == (seq, seq.num_tokens), "the token of another"
+            assert end < self.longest(request), "the last token is never stored"
+            if plan.num_steps == 1:
+                assert 1 <= num_tokens <= seq.num_tokens - start
+                assert bool(samplers) == (end == seq.num_tokens)
             if seq in computed and request in stayed:
                 assert start == computed[seq], "it goes on where it was"
             else:
@@ -405,12 +324,24 @@ class Simulation:
                     assert not coming, "a block is computed twice in one step"
             if num_tokens > 1:
                 being_filled.update(seq.block_hashes[start // size : end // size])
-            assert bool(samplers) == (end == seq.num_tokens)
             assert not samplers or samplers[0] is seq
             assert all(s.token_ids == seq.token_ids for s in samplers)
-            if samplers and request.beam_search is None and not seq.num_output_tokens:
+            if samplers and request.beam_search is None and seq.num_tokens == request.prompt_len:
                 assert samplers == tuple(request.sequences)
                 assert len(samplers) == request.width
+
+    def check_ahead(self, plan: StepPlan) -> None:
+        """Every sequence that is not at its end is decoded, to its end or as far as all are."""
+        most = self.workload.config.num_decode_steps
+        assert plan.num_steps == most
+        expected = []
+        for request in self.scheduler.running:
+            assert request.beam_search is None
+            for seq in request.sequences:
+                num_tokens = min(most, self.longest(request) - seq.num_tokens)
+                if num_tokens:
+                    expected.append((seq, seq.num_tokens - 1, num_tokens, (seq,)))
+        assert plan.chunks == expected
 
     def check_nobody_is_forgotten(self, plan: StepPlan, stayed: list[Request]) -> None:
         """A sequence that has one token to compute is put off only if a block is missing."""
@@ -420,6 +351,8 @@ class Simulation:
             blocked = False
             for seq in request.sequences:
                 start = seq.num_computed_tokens
+                if seq.num_tokens == self.longest(request):
+                    continue  # its last token is on the way
                 if seq in chunks:
                     blocked = blocked or chunks[seq].num_tokens > 1
                     continue
@@ -430,5 +363,5 @@ class Simulation:
                     continue
                 blocked = blocked or scheduler.blocks.need(seq, start + 1) > scheduler.pool.num_free
                 assert blocked, "a decode was put off"
-        if scheduler.running and not chunks:
+        if scheduler.running and not chunks and not self.in_flight:
             raise AssertionError("requests run, but nothing is computed")

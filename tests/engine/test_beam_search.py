@@ -483,4 +483,4 @@ def assert_completion(completion: Any, score: float, params: BeamSearchParams) -
         score * length**params.length_penalty, abs=TOLERANCE * length**2
     )
     assert completion.finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    assert completion.stop_token_id == (last if stopped else None)
+    assert completion.stop_reason == (last if stopped else None)

@@ -6,88 +6,37 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import decoders, models
 
 from pagedjax.errors import TokenizerError
-from pagedjax.token_bytes import TokenBytes, byte_level_alphabet
+from pagedjax.token_bytes import TokenBytes
 from pagedjax.tokenizer import Tokenizer
+from tests.engine.small_tokenizers import CORES, PIZZA, TOKENIZERS, ids
 
-PIZZA = "🍕".encode()
-
-# Pieces beyond the 256 bytes: whole words, whole and partial characters, borders inside characters.
-WORDS = [
-    b" the",
-    b"a",
-    b" ",
-    "é".encode(),
-    "中国".encode(),
-    PIZZA,
-    PIZZA[:2],
-    PIZZA[2:],
-    b"!" + PIZZA[:3],
-]
-
-
-def build_byte_level() -> tuple[tokenizers.Tokenizer, list[bytes]]:
-    """A byte-level vocabulary: ids 0-255 are the bytes, then `WORDS`, then a special token."""
-    alphabet = byte_level_alphabet()
-    data = [bytes([b]) for b in range(256)] + [w for w in WORDS if len(w) > 1]
-    vocab = {"".join(alphabet[b] for b in piece): i for i, piece in enumerate(data)}
-    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken("<eos>", normalized=False)])
-    return core, [*data, b"<eos>"]
-
-
-def build_sentencepiece(strip: bool) -> tuple[tokenizers.Tokenizer, list[bytes]]:
-    """A SentencePiece vocabulary: ids 0-255 are byte tokens, then words, then a special token."""
-    words = ["▁", "▁the", "▁▁a", "a", "é", "中国"]
-    pieces = [*(f"<0x{b:02X}>" for b in range(256)), *words]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    core.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    core.add_special_tokens([AddedToken("<eos>", normalized=False)])
-    data = [bytes([b]) for b in range(256)]
-    return core, [*data, *(w.replace("▁", " ").encode() for w in words), b"<eos>"]
-
-
-CORES = {
-    "byte-level": build_byte_level(),
-    "sentencepiece": build_sentencepiece(strip=False),
-    "sentencepiece-strip": build_sentencepiece(strip=True),
-}
-TOKENIZERS = {name: Tokenizer(core) for name, (core, _) in CORES.items()}
 families = pytest.mark.parametrize("family", CORES)
-ids = st.lists(
-    st.one_of(
-        st.integers(0, 261),  # every byte and the first words
-        st.integers(250, 263),  # mostly words and the special token
-        st.sampled_from([*PIZZA, *"é中".encode(), 0x20, 0x41]),  # bytes that often fit together
-    ),
-    max_size=12,
-)
 
 
-def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> list[str]:
-    detokenizer = tokenizer.detokenizer(prompt, skip)
+def stream(
+    tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool, spaces: bool = False
+) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt, skip, spaces)
     return [*map(detokenizer.append, output), detokenizer.flush()]
 
 
 @families
 @settings(deadline=None, max_examples=200)
-@given(prompt=ids, output=ids, skip=st.booleans())
-@example(prompt=[*PIZZA[:2]], output=[*PIZZA[2:]], skip=True)
-@example(prompt=[*PIZZA[:3]], output=[0x41], skip=True)
-@example(prompt=[0xFF, 0x80], output=[0x80, *PIZZA], skip=False)
+@given(prompt=ids, output=ids, skip=st.booleans(), spaces=st.booleans())
+@example(prompt=[*PIZZA[:2]], output=[*PIZZA[2:]], skip=True, spaces=False)
+@example(prompt=[*PIZZA[:3]], output=[0x41], skip=True, spaces=False)
+@example(prompt=[0xFF, 0x80], output=[0x80, *PIZZA], skip=False, spaces=True)
 def test_pieces_join_to_what_the_output_adds(
-    family: str, prompt: list[int], output: list[int], skip: bool
+    family: str, prompt: list[int], output: list[int], skip: bool, spaces: bool
 ):
     tokenizer = TOKENIZERS[family]
-    pieces = stream(tokenizer, prompt, output, skip)
+    pieces = stream(tokenizer, prompt, output, skip, spaces)
     added = "".join(pieces)
-    before = tokenizer.decode(prompt, skip)
-    whole = tokenizer.decode(prompt + output, skip)
+    before = tokenizer.decode(prompt, skip, spaces)
+    whole = tokenizer.decode(prompt + output, skip, spaces)
     # The prompt may end inside a character: its up to three U+FFFD then turn into output.
     heads = [before] + [before[:-n] for n in (1, 2, 3) if before.endswith("\ufffd" * n)]
     assert whole in [head + added for head in heads]
@@ -160,6 +109,31 @@ def test_special_tokens_are_shown_or_skipped(family: str):
     assert stream(tokenizer, [0x41], [0x42, eos, 0x43], False) == ["B", "<eos>", "C", ""]
 
 
+@families
+@settings(deadline=None, max_examples=200)
+@given(runs=st.lists(ids, min_size=1, max_size=4))
+def test_spaces_stand_between_special_tokens_and_texts_decoded_one_by_one(
+    family: str, runs: list[list[int]]
+):
+    tokenizer, eos = TOKENIZERS[family], len(CORES[family][1]) - 1
+    runs = [[i for i in run if i != eos] for run in runs]
+    tokens, parts = runs[0], [tokenizer.decode(runs[0])]
+    for run in runs[1:]:
+        tokens = [*tokens, eos, *run]
+        parts += ["<eos>", tokenizer.decode(run)]
+    text = tokenizer.decode(tokens, False, spaces_between_special_tokens=True)
+    assert text == " ".join(part for part in parts if part)
+    assert tokenizer.decode(tokens, True, True) == tokenizer.decode(tokens, True, False)
+
+
+def test_a_space_goes_between_the_special_token_of_the_prompt_and_the_output():
+    tokenizer = TOKENIZERS["sentencepiece-strip"]
+    the, eos = 257, len(CORES["sentencepiece-strip"][1]) - 1
+    pieces = stream(tokenizer, [0x41, eos], [the, the, eos, eos], skip=False, spaces=True)
+    assert pieces == [" the", " the", " <eos>", " <eos>", ""]
+    assert stream(tokenizer, [], [eos, 0x41], skip=False, spaces=True) == ["<eos>", " A", ""]
+
+
 def test_work_per_token_does_not_grow():
     tokenizer = Tokenizer(CORES["byte-level"][0])
     looked_up: list[int] = []
@@ -171,7 +145,7 @@ def test_work_per_token_does_not_grow():
 
     tokenizer.token_bytes = Counting(CORES["byte-level"][0])
     detokenizer = tokenizer.detokenizer([0x41] * 10_000)
-    assert len(looked_up) <= 3
+    assert len(looked_up) <= 6  # the last three tokens, to measure and to decode
     looked_up.clear()
     for _ in range(1000):
         detokenizer.append(0xFF)  # never completes a character

@@ -261,7 +261,7 @@ def test_logprobs_are_as_many_as_asked_for_and_none_when_not_asked(roomy: LLMEng
 
 def end_of(engine: LLMEngine, prompt: Any, params: SamplingParams) -> tuple[Any, ...]:
     completion = generate(engine, [prompt], params)[0].outputs[0]
-    return completion.finish_reason, len(completion.token_ids), completion.stop_token_id
+    return completion.finish_reason, len(completion.token_ids), completion.stop_reason
 
 
 def test_a_stop_token_ends_the_request_at_its_first_occurrence(roomy: LLMEngine) -> None:

@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 
 from pagedjax.block_hash import block_hash, private_root, root_hash
 from pagedjax.block_pool import BlockPool
-from pagedjax.kv_cache_manager import KVCacheManager, PrefixHit
+from pagedjax.cache_stats import PrefixHit
+from pagedjax.kv_cache_manager import KVCacheManager
 from pagedjax.plan import BlockTransfers, ScheduledChunk
 from pagedjax.request import Request, Sequence
 from tests.engine.memory_model import Memory, make_request
@@ -197,7 +198,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for chunk in self.chunks:
             for seq in chunk.samplers or (chunk.sequence,):
                 seq.num_computed_tokens = chunk.end
-                manager.advance(seq, chunk.start, chunk.end)
+                manager.advance(seq, chunk.end)
         manager.end_step()
         assert manager.take_transfers() == BlockTransfers()
         for chunk in self.chunks:

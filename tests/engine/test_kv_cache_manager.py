@@ -9,7 +9,8 @@ import pytest
 
 from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
-from pagedjax.kv_cache_manager import KVCacheManager, PrefixHit
+from pagedjax.cache_stats import PrefixHit
+from pagedjax.kv_cache_manager import KVCacheManager
 from pagedjax.plan import BlockTransfers, ScheduledChunk
 from pagedjax.request import Request, Sequence
 from tests.engine.memory_model import Memory, make_request
@@ -72,7 +73,7 @@ class Driver:
         self.memory.compute(chunks)
         for seq, start, num_tokens, _ in chunks:
             seq.num_computed_tokens = start + num_tokens
-            manager.advance(seq, start, seq.num_computed_tokens)
+            manager.advance(seq, seq.num_computed_tokens)
         manager.end_step()
         self.check()
         return transfers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engine.scripted import Script, chunks
-from tests.engine.simulation import NO_WINDOW, worst_case
+from tests.engine.workloads import NO_WINDOW, worst_case
 
 # --- who is preempted ---
 

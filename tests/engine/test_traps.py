@@ -17,7 +17,8 @@ from pagedjax.outputs import RequestOutput
 from pagedjax.plan import StepPlan
 from pagedjax.request import FinishReason, Request, Sequence, derived_seed
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerConfig
+from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler_config import SchedulerConfig
 from tests.engine.fresh import (
     assert_greedy,
     assert_idle,
@@ -329,7 +330,9 @@ def test_trap_6_a_request_is_not_swapped_out_before_its_blocks_are_back() -> Non
     def step() -> StepPlan:
         plan = scheduler.schedule()
         scheduler.update(plan)
-        other.sequences[0].token_ids += [60] * (other.sequences[0] in plan.samplers)
+        scheduler.collect(plan)
+        if other.sequences[0] in plan.samplers:
+            scheduler.append(other.sequences[0], 60)
         scheduler.check()
         return plan
 
