@@ -20,8 +20,8 @@ from pagedjax.errors import ConfigError, EngineDeadError, PagedJaxError
 from pagedjax.llm import engine_of
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestOutput
+from pagedjax.prompts import Prompt
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scoring import Prompt
 
 T = TypeVar("T")
 

@@ -37,12 +37,21 @@ def find_thresholds(x: jax.Array, top: jax.Array, sampling: SamplingInput) -> ja
       f32[T], at least `LOWEST`.
     """
     min_p = jnp.where(sampling.min_p > 0, jnp.log(sampling.min_p), LOWEST)
-    k = sampling.top_k.astype(jnp.float32)
-    threshold = jnp.maximum(min_p, _search(x, top, jnp.ones_like, k, sampling.top_k > 0))
-    is_cut = sampling.top_p < 1
-    goal = sampling.top_p * _kept_mass(x, top, threshold, is_cut)
-    nucleus = _search(x, top, lambda values: kept_weights(values, threshold), goal, is_cut)
-    return jnp.maximum(threshold, nucleus)
+
+    def cut(index: jax.Array, threshold: jax.Array) -> jax.Array:
+        is_top_p = index == 1
+        is_wanted = jnp.where(is_top_p, sampling.top_p < 1, sampling.top_k > 0)
+        mass = _kept_mass(x, top, threshold, is_wanted & is_top_p)
+        k = sampling.top_k.astype(jnp.float32)
+        goal = jnp.where(is_top_p, sampling.top_p * mass, k)
+
+        def weigh(values: jax.Array) -> jax.Array:
+            return jnp.where(is_top_p, kept_weights(values, threshold), 1.0)
+
+        return jnp.maximum(threshold, _search(x, top, weigh, goal, is_wanted))
+
+    # A loop, so that the search is compiled once.
+    return lax.fori_loop(0, 2, cut, min_p)
 
 
 def kept_weights(x: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -70,7 +79,7 @@ def _search(
 
     Minus infinity where all finite ones together do not, and where no search is wanted.
     """
-    found, is_found = _look(top, jnp.zeros((4, len(x)), jnp.int32), weigh, goal)
+    found, is_found = _look(top, jnp.zeros((2, 2, len(x)), jnp.int32), weigh, goal)
     found, is_done = jnp.where(is_wanted, found, -jnp.inf), is_found | ~is_wanted
     return lax.cond(
         is_done.all(),

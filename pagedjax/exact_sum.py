@@ -15,45 +15,37 @@ _MASK = (1 << _DIGIT) - 1
 
 
 def sum_digits(weights: jax.Array) -> jax.Array:
-    """The sums of f32[T, N, CHUNK] in [0, 1], N <= 2**15, as digits i32[4, T] (see `to_float`)."""
-    high, low = _limbs(weights)
-    return _digits(high.sum(-1), low.sum(-1)).sum(-1)
+    """The sums of f32[T, N, CHUNK] in [0, 1], N <= 2**15, as digits i32[2, 2, T]."""
+    return _digits(_limbs(weights).sum(-1)).sum(-1)
 
 
 def running_digits(weights: jax.Array) -> jax.Array:
-    """The running sums of f32[T, K] in [0, 1], K <= CHUNK, as digits i32[4, T, K]."""
-    places = jnp.arange(weights.shape[1], dtype=jnp.int32)
-    is_summed = (places[None] <= places[:, None])[None]  # K * K is little, and compiled at once
-    high, low = (jnp.where(is_summed, x[:, None, :], 0).sum(-1) for x in _limbs(weights))
-    return _digits(high, low)
+    """The running sums of f32[T, K] in [0, 1], K <= CHUNK, as digits i32[2, 2, T, K]."""
+    return _digits(jnp.cumsum(_limbs(weights), axis=-1))
 
 
 def to_float(digits: jax.Array) -> jax.Array:
-    """f32[...], what i32[4, ...] stands for: digits times 2**-8, 2**-23, 2**-31 and 2**-46.
+    """f32[...], what i32[2, 2, ...] stands for: digits times 2**-8 and 2**-31, 2**-23 and 2**-46.
 
     A function of that number alone, which never decreases as the number grows. Digits may exceed
     their range: those of several sums can be added first.
     """
-    a, b, c, d = digits
+    (a, c), (b, d) = digits
     c, d = c + (d >> _DIGIT), d & _MASK
     b, c = b + (c >> (_LIMB - _DIGIT)), c & ((1 << (_LIMB - _DIGIT)) - 1)
     a, b = a + (b >> _DIGIT), b & _MASK
-    parts = (
-        jnp.ldexp(part.astype(jnp.float32), -at)
-        for part, at in zip((a, b, c, d), (8, 23, 31, 46), strict=True)
-    )
-    first, second, third, fourth = parts
-    return first + (second + (third + fourth))
+    # The products are exact, so that it does not matter which of them become fused multiply-adds.
+    first, second, third, fourth = (part.astype(jnp.float32) for part in (a, b, c, d))
+    return first * 2.0**-8 + (second * 2.0**-23 + (third * 2.0**-31 + fourth * 2.0**-46))
 
 
-def _limbs(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiples of 2**-23 and, of what remains, of 2**-46: i32 each."""
+def _limbs(weights: jax.Array) -> jax.Array:
+    """i32[2, ...]: multiples of 2**-23 and, of what remains, of 2**-46."""
     scale = float(1 << _LIMB)
     scaled = weights * scale
     high = jnp.floor(scaled)
-    low = (scaled - high) * scale
-    return high.astype(jnp.int32), low.astype(jnp.int32)
+    return jnp.stack([high, (scaled - high) * scale]).astype(jnp.int32)
 
 
-def _digits(high: jax.Array, low: jax.Array) -> jax.Array:
-    return jnp.stack([high >> _DIGIT, high & _MASK, low >> _DIGIT, low & _MASK])
+def _digits(limbs: jax.Array) -> jax.Array:
+    return jnp.stack([limbs >> _DIGIT, limbs & _MASK])

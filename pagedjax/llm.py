@@ -16,8 +16,9 @@ from pagedjax.errors import InvalidRequestError, PagedJaxError, TokenizerError
 from pagedjax.loader import load_model
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestMetrics, RequestOutput
+from pagedjax.prompts import Prompt
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scoring import SCORING, Prompt, Score, join_all, score_of
+from pagedjax.scoring import SCORING, Score, join_all, score_of
 
 
 class LLM:

@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
@@ -199,7 +200,7 @@ def _counter(field: str, documentation: str, state: EngineSnapshot) -> Metric:
     return CounterMetricFamily(_PREFIX + field, documentation, value=getattr(state, field))
 
 
-def _labelled(name: str, documentation: str, label: str, values: dict[str, int]) -> Metric:
+def _labelled(name: str, documentation: str, label: str, values: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(_PREFIX + name, documentation, labels=[label])
     for value, count in values.items():
         family.add_metric([str(value)], count)

@@ -113,6 +113,15 @@ class Runner:
         num_seqs = max(len(plan.chunks), len(plan.samplers))
         return self._run(plan, self.buckets.pick(num_tokens, num_seqs))
 
+    def run_batch(self, batch: Batch) -> StepOutput:
+        """Compute a batch that is laid out already."""
+        what = f"step of {len(batch.token_ids)} tokens, {len(batch.token_slots)} sequences"
+        with self.compiles.watch(what):
+            self.state, output = _step(
+                self.model, self.processors, self.params, self.state, batch
+            )
+        return output
+
     def link_bytes_per_s(self) -> float:
         """Speed between device and host, measured once."""
         with self.compiles.watch("measurement of the link"):
@@ -153,12 +162,7 @@ class Runner:
             self._replace(slots=_begin(self.state.slots, start))
 
     def _run(self, plan: StepPlan, shape: tuple[int, int]) -> StepOutput:
-        batch = self._batch(plan, *shape)
-        with self.compiles.watch(f"step of {shape[0]} tokens, {shape[1]} sequences"):
-            self.state, output = _step(
-                self.model, self.processors, self.params, self.state, batch
-            )
-        return output
+        return self.run_batch(self._batch(plan, *shape))
 
     def _run_ahead(self, plan: StepPlan, num_seqs: int) -> StepOutput:
         rows = [chunk._replace(num_tokens=1) for chunk in plan.chunks]

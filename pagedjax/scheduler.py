@@ -6,8 +6,8 @@ from operator import attrgetter
 
 from pagedjax.admission import Admission
 from pagedjax.block_pool import BlockPool
-from pagedjax.errors import InvalidRequestError
 from pagedjax.cache_stats import PrefixHit
+from pagedjax.errors import InvalidRequestError
 from pagedjax.kv_cache_manager import KVCacheManager
 from pagedjax.plan import ScheduledChunk, StepPlan
 from pagedjax.request import Request, Sequence, derived_seed
@@ -121,7 +121,8 @@ class Scheduler:
 
     def append(self, seq: Sequence, token_id: int) -> None:
         """A token that a sequence sampled has come to the host."""
-        # Those before it are computed: it was sampled from them. It is not, if it ends its sequence.
+        # Those before it are computed, as it was sampled from them. It is not, if it ends its
+        # sequence and the device saw that.
         if seq.slot is not None and not len(seq.token_ids) % self.config.block_size:
             self.blocks.publish(seq)
         seq.token_ids.append(token_id)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from pagedjax.errors import InvalidRequestError, TokenizerError
 from pagedjax.outputs import RequestOutput
+from pagedjax.prompts import Prompt
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import Tokenizer
-
-Prompt = str | list[int]
 
 SCORING = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
 """What to ask for a prompt with its continuation behind it; the one new token is of no use."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pagedjax import host_blocks
-from pagedjax.batch import build_batch
+from pagedjax.batch import build_batch, stop_input
+from pagedjax.decode_ahead import decode_ahead
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, abstract_params
 from pagedjax.models.rope import RopeConfig
@@ -46,11 +47,12 @@ def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
     assert not compiled.copies_of(pool.shape)
 
 
-@pytest.mark.parametrize("rows", [8, 256])
+@pytest.mark.parametrize("rows", [8, 256, "ahead"])
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows):
+    """A step of so many tokens, or several decode steps in one go."""
     model = decoder(WINDOWS[windows], dtype)
     limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.windows)
     state = jax.eval_shape(
@@ -64,15 +66,21 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows):
     )
     batch = build_batch(
         [],
-        num_tokens=rows,
+        num_tokens=8 if rows == "ahead" else rows,
         num_seqs=8,
         num_groups=limits.num_groups,
         table_width=limits.table_width,
         no_slot=8,
     )
     params = abstract_params(model, platform(target))
-    run = functools.partial(step, model)
-    assert_in_place(compile_for(target, run, params, state, batch, donate=(1,)), state.cache.pool)
+    run = functools.partial(step, model, ())
+    inputs = [batch]
+    if rows == "ahead":
+        run = functools.partial(decode_ahead, model, (), (1, 2), 4)
+        inputs = [batch, stop_input([], 8)]
+    compiled = compile_for(target, run, params, state, *inputs, donate=(1,))
+    assert_in_place(compiled, state.cache.pool)
+    assert not compiled.copies_of(state.slots.tokens.shape)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])

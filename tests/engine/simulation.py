@@ -176,6 +176,8 @@ class Simulation:
         for result in step.results:
             if result.seq not in result.seq.request.sequences:
                 self.happened["results dropped"] += 1
+                is_beam = result.token is None
+                assert not is_beam or result.seq.request not in self.live, "a beam died in flight"
             elif result.token is None:
                 self.take_candidates(result)
             else:

@@ -30,6 +30,7 @@ def shared_engine() -> LLMEngine:
         tokenizer=tiny_tokenizer(),
         block_size=4,
         max_num_batched_tokens=8,
+        swap_space_bytes=0,  # else the invariants of a million host blocks are checked
         check_invariants=True,
     )
     engine.warmup()
@@ -42,6 +43,20 @@ def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
     yield shared_engine
     assert_idle(shared_engine)
     assert not any(thread.name == "pagedjax-engine" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def slow_engine(engine: LLMEngine) -> Iterator[LLMEngine]:
+    """The same with long steps: what is to be interrupted is not over before, on a busy machine."""
+    step = engine.step
+
+    def slow_step() -> list[RequestOutput]:
+        time.sleep(0.01)
+        return step()
+
+    engine.step = slow_step  # type: ignore[method-assign]
+    yield engine
+    del engine.step
 
 
 def assert_idle(engine: LLMEngine) -> None:
@@ -102,9 +117,9 @@ async def failing_step(engine: LLMEngine, after: int) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        del engine.step
-        for request_id in list(engine._tracked):
-            engine.abort(request_id)
+        engine.step = step
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            engine.abort(request.request_id)
 
 
 # --- results ---
@@ -127,11 +142,11 @@ def test_many_tasks_get_what_offline_generation_gives(engine: LLMEngine) -> None
         assert output.prompt_token_ids == expected.prompt_token_ids
 
 
-def test_outputs_come_as_they_grow_and_the_last_is_finished(engine: LLMEngine) -> None:
+def test_outputs_come_as_they_grow_and_the_last_is_finished(slow_engine: LLMEngine) -> None:
     (prompt,) = random_prompts(2, [5])
 
     async def main() -> list[RequestOutput]:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             return [output async for output in llm.generate(prompt, greedy(20), request_id="me")]
 
     outputs = run(main())
@@ -193,31 +208,31 @@ def test_max_waiting_must_be_positive(engine: LLMEngine) -> None:
 # --- leaving early ---
 
 
-def test_cancelling_the_reader_returns_every_block(engine: LLMEngine) -> None:
+def test_cancelling_the_reader_returns_every_block(slow_engine: LLMEngine) -> None:
     prompts = random_prompts(4, [5, 9, 13, 4, 8, 20])  # two of them wait
 
     async def main() -> None:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             tasks = [
                 asyncio.create_task(last_of(llm.generate(prompt, greedy(LONG - 14))))
                 for prompt in prompts
             ]
-            await until(lambda: len(engine.scheduler) == len(prompts))
+            await until(lambda: len(slow_engine.scheduler) == len(prompts))
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(result, asyncio.CancelledError) for result in results)
             await until_idle(llm)
-            assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+            assert slow_engine.scheduler.pool.num_free == slow_engine.scheduler.pool.num_usable
             # It still serves.
             await last_of(llm.generate(prompts[0], greedy(2)))
 
     run(main())
 
 
-def test_cancelling_before_the_engine_knows_of_it(engine: LLMEngine) -> None:
+def test_cancelling_before_the_engine_knows_of_it(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             for num_turns in range(4):
                 task = asyncio.create_task(last_of(llm.generate([1, 2], greedy(LONG))))
                 for _ in range(num_turns):
@@ -230,30 +245,30 @@ def test_cancelling_before_the_engine_knows_of_it(engine: LLMEngine) -> None:
     run(main())
 
 
-def test_breaking_out_of_the_loop_and_closing_the_generator_abort(engine: LLMEngine) -> None:
+def test_breaking_out_of_the_loop_and_closing_the_generator_abort(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             async for output in llm.generate([1], greedy(LONG)):
                 assert not output.finished
                 break
             async with aclosing(llm.generate([2], greedy(LONG))) as outputs:
                 await anext(outputs)
-                assert engine.has_unfinished_requests()
+                assert slow_engine.has_unfinished_requests()
             await until_idle(llm)
             unstarted = llm.generate([3], greedy(LONG))
             await unstarted.aclose()
-            assert not engine.has_unfinished_requests()
+            assert not slow_engine.has_unfinished_requests()
 
     run(main())
 
 
-def test_abort_by_name_ends_the_output_and_frees_the_blocks_at_once(engine: LLMEngine) -> None:
+def test_abort_by_name_ends_the_output_and_frees_the_blocks_at_once(slow_engine: LLMEngine) -> None:
     async def main() -> RequestOutput:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             task = asyncio.create_task(last_of(llm.generate([1, 2, 3], greedy(LONG), None, "it")))
-            await until(lambda: len(engine.scheduler) == 1)
+            await until(lambda: len(slow_engine.scheduler) == 1)
             assert await llm.abort("it")
-            assert_idle(engine)
+            assert_idle(slow_engine)
             assert not await llm.abort("it")
             return await task
 
@@ -261,8 +276,8 @@ def test_abort_by_name_ends_the_output_and_frees_the_blocks_at_once(engine: LLME
     assert output.outputs[0].finish_reason is FinishReason.ABORT
 
 
-def test_an_abandoned_loop_aborts_what_ran_in_it(engine: LLMEngine) -> None:
-    llm = AsyncLLM(engine)
+def test_an_abandoned_loop_aborts_what_ran_in_it(slow_engine: LLMEngine) -> None:
+    llm = AsyncLLM(slow_engine)
 
     async def main() -> None:
         outputs = llm.generate([1], greedy(LONG))
@@ -299,12 +314,12 @@ def test_another_loop_is_refused_while_the_first_one_runs(engine: LLMEngine) -> 
 # --- slow readers, and room ---
 
 
-def test_a_slow_reader_finds_only_the_newest_output(engine: LLMEngine) -> None:
+def test_a_slow_reader_finds_only_the_newest_output(slow_engine: LLMEngine) -> None:
     async def main() -> list[int]:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             outputs = llm.generate([1, 2], greedy(LONG))
             lengths = [len((await anext(outputs)).outputs[0].token_ids)]
-            await until(lambda: not engine.has_unfinished_requests())
+            await until(lambda: not slow_engine.has_unfinished_requests())
             await llm.abort("nobody")  # whatever was delivered is delivered now
             lengths += [len(output.outputs[0].token_ids) async for output in outputs]
             return lengths
@@ -314,16 +329,16 @@ def test_a_slow_reader_finds_only_the_newest_output(engine: LLMEngine) -> None:
     assert len(lengths) == 2
 
 
-def test_a_loop_that_is_busy_gathers_no_outputs(engine: LLMEngine) -> None:
+def test_a_loop_that_is_busy_gathers_no_outputs(slow_engine: LLMEngine) -> None:
     async def main() -> list[int]:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             wakes: list[float] = []
             wake = llm._worker._wake
             llm._worker._wake = lambda: (wakes.append(time.monotonic()), wake())[1]
             outputs = llm.generate([1, 2], greedy(LONG))
             await anext(outputs)
             wakes.clear()
-            while engine.has_unfinished_requests():
+            while slow_engine.has_unfinished_requests():
                 time.sleep(0.001)  # the loop does nothing else
             assert len(wakes) <= 1
             assert len(llm._worker._values) <= 1
@@ -332,17 +347,17 @@ def test_a_loop_that_is_busy_gathers_no_outputs(engine: LLMEngine) -> None:
     assert run(main())[-1] == LONG
 
 
-def test_no_more_than_max_waiting_requests_reach_the_engine(engine: LLMEngine) -> None:
+def test_no_more_than_max_waiting_requests_reach_the_engine(slow_engine: LLMEngine) -> None:
     prompts = random_prompts(5, [4] * 12)
     most = 0
 
     async def main() -> list[RequestOutput]:
-        async with AsyncLLM(engine, max_waiting=3) as llm:
+        async with AsyncLLM(slow_engine, max_waiting=3) as llm:
 
             async def watched(prompt: list[int]) -> RequestOutput:
                 nonlocal most
                 async for output in llm.generate(prompt, greedy(6)):
-                    most = max(most, len(engine.scheduler))
+                    most = max(most, len(slow_engine.scheduler))
                     if output.finished:
                         return output
                 raise AssertionError("it ended without an end")
@@ -355,16 +370,16 @@ def test_no_more_than_max_waiting_requests_reach_the_engine(engine: LLMEngine) -
         assert output.outputs[0].token_ids == oracle_greedy(UNIFORM, prompt, 6)[0]
 
 
-def test_tasks_that_wait_for_room_can_be_cancelled(engine: LLMEngine) -> None:
+def test_tasks_that_wait_for_room_can_be_cancelled(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        async with AsyncLLM(engine, max_waiting=1) as llm:
+        async with AsyncLLM(slow_engine, max_waiting=1) as llm:
             async with aclosing(llm.generate([1], greedy(LONG))) as first:
                 await anext(first)
                 tasks = [
                     asyncio.create_task(last_of(llm.generate([i], greedy(2)))) for i in range(5)
                 ]
                 await asyncio.sleep(0.01)
-                assert len(engine.scheduler) <= 1
+                assert len(slow_engine.scheduler) <= 1
                 for task in tasks[:4]:
                     task.cancel()
             output = await tasks[4]
@@ -377,15 +392,15 @@ def test_tasks_that_wait_for_room_can_be_cancelled(engine: LLMEngine) -> None:
 # --- the end ---
 
 
-def test_closing_ends_every_task_with_an_error(engine: LLMEngine) -> None:
+def test_closing_ends_every_task_with_an_error(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        llm = AsyncLLM(engine, max_waiting=5)
+        llm = AsyncLLM(slow_engine, max_waiting=5)
         tasks = [
             asyncio.create_task(last_of(llm.generate([i], greedy(LONG)))) for i in range(8)
-        ]  # 4 run, 1 waits in the engine, 3 for room
-        await until(lambda: len(engine.scheduler) == 5)
+        ]  # 4 run, 1 waits in the slow_engine, 3 for room
+        await until(lambda: len(slow_engine.scheduler) == 5)
         await asyncio.gather(llm.close(), llm.close())
-        assert_idle(engine)
+        assert_idle(slow_engine)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError)
             assert "closed" in str(result)
@@ -397,9 +412,9 @@ def test_closing_ends_every_task_with_an_error(engine: LLMEngine) -> None:
     run(main())
 
 
-def test_closing_does_not_wait_for_readers_that_never_come_back(engine: LLMEngine) -> None:
+def test_closing_does_not_wait_for_readers_that_never_come_back(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        llm = AsyncLLM(engine, max_waiting=1)
+        llm = AsyncLLM(slow_engine, max_waiting=1)
         outputs = llm.generate([1], greedy(LONG))
         await anext(outputs)
         waiting = asyncio.create_task(last_of(llm.generate([2], greedy(2))))
@@ -413,12 +428,12 @@ def test_closing_does_not_wait_for_readers_that_never_come_back(engine: LLMEngin
     run(main())
 
 
-def test_an_output_that_was_there_before_the_end_is_still_read(engine: LLMEngine) -> None:
+def test_an_output_that_was_there_before_the_end_is_still_read(slow_engine: LLMEngine) -> None:
     async def main() -> RequestOutput:
-        llm = AsyncLLM(engine)
+        llm = AsyncLLM(slow_engine)
         outputs = llm.generate([1], greedy(4))
         await anext(outputs)
-        await until(lambda: not engine.has_unfinished_requests())
+        await until(lambda: not slow_engine.has_unfinished_requests())
         await llm.close()
         return await last_of(outputs)
 
@@ -435,20 +450,20 @@ def test_closing_what_never_served(engine: LLMEngine) -> None:
     run(main())
 
 
-def test_an_engine_that_was_closed_over_serves_again(engine: LLMEngine) -> None:
+def test_an_engine_that_was_closed_over_serves_again(slow_engine: LLMEngine) -> None:
     async def main() -> RequestOutput:
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             await anext(llm.generate([1], greedy(LONG)))
-        async with AsyncLLM(engine) as llm:
+        async with AsyncLLM(slow_engine) as llm:
             return await last_of(llm.generate([1], greedy(4)))
 
     assert run(main()).outputs[0].token_ids == oracle_greedy(UNIFORM, [1], 4)[0]
 
 
-def test_a_failing_step_fails_every_task_and_later_calls(engine: LLMEngine) -> None:
+def test_a_failing_step_fails_every_task_and_later_calls(slow_engine: LLMEngine) -> None:
     async def main() -> None:
-        async with failing_step(engine, after=5):
-            llm = AsyncLLM(engine, max_waiting=5)
+        async with failing_step(slow_engine, after=5):
+            llm = AsyncLLM(slow_engine, max_waiting=5)
             tasks = [
                 asyncio.create_task(last_of(llm.generate([i], greedy(LONG)))) for i in range(8)
             ]
@@ -469,18 +484,18 @@ def test_a_failing_step_fails_every_task_and_later_calls(engine: LLMEngine) -> N
 
 
 def test_a_failing_abort_fails_every_task_too(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+    slow_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(request_id: str) -> NoReturn:
         raise FloatingPointError(f"cannot abort {request_id}")
 
     async def main() -> None:
-        async with failing_step(engine, after=1000):
-            llm = AsyncLLM(engine)
+        async with failing_step(slow_engine, after=1000):
+            llm = AsyncLLM(slow_engine)
             task = asyncio.create_task(last_of(llm.generate([1], greedy(LONG), None, "it")))
-            await until(engine.has_unfinished_requests)
+            await until(slow_engine.has_unfinished_requests)
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "abort", fail)
+                patch.setattr(slow_engine, "abort", fail)
                 for call in (llm.abort("it"), task):
                     with pytest.raises(EngineDeadError, match="cannot abort it"):
                         await call

@@ -12,6 +12,8 @@ import pytest
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import InvalidRequestError, PagedJaxError
 from pagedjax.llm import LLM
+from pagedjax.logits import LogitsContext
+from pagedjax.options import RequestOptions
 from pagedjax.outputs import CompletionOutput
 from pagedjax.request import FinishReason
 from pagedjax.sampling_params import SamplingParams
@@ -328,6 +330,7 @@ def test_every_step_reports_the_tokens_so_far(roomy: LLMEngine) -> None:
     (prompt,) = random_prompts(14, [6])
     request_id = roomy.add_request(prompt, greedy(4))
     seen = []
+    assert roomy.step() == []  # results come one step later
     while roomy.has_unfinished_requests():
         (output,) = roomy.step()
         assert output.request_id == request_id
@@ -335,6 +338,17 @@ def test_every_step_reports_the_tokens_so_far(roomy: LLMEngine) -> None:
         seen.append(output.outputs[0].token_ids)
     assert seen == [seen[-1][:n] for n in (1, 2, 3, 4)]
     assert roomy.step() == []
+
+
+def test_final_outputs_come_once(roomy: LLMEngine) -> None:
+    (prompt,) = random_prompts(14, [6])
+    roomy.add_request(prompt, greedy(4), options=RequestOptions(output_kind="final"))
+    outputs = []
+    while roomy.has_unfinished_requests():
+        outputs += roomy.step()
+    (output,) = outputs
+    assert output.finished
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_metrics_are_in_order(roomy: LLMEngine) -> None:
@@ -482,13 +496,32 @@ def test_an_id_can_be_used_again_when_its_request_is_done(roomy: LLMEngine) -> N
 # --- compilation ---
 
 
-@pytest.mark.parametrize("committed", [False, True], ids=["made here", "put on a device"])
-def test_after_warm_up_no_request_compiles_anything(committed: bool) -> None:
+def _halve(logits: jax.Array, _: LogitsContext) -> jax.Array:
+    return logits / 2
+
+
+def _double(logits: jax.Array, _: LogitsContext) -> jax.Array:
+    return logits * 2
+
+
+@pytest.mark.parametrize(
+    ("committed", "num_decode_steps"),
+    [(False, 1), (True, 3)],
+    ids=["made here", "put on a device, ahead"],
+)
+def test_after_warm_up_no_request_compiles_anything(committed: bool, num_decode_steps: int) -> None:
     engine = tiny_engine(
-        SLIDING, block_size=4, max_num_seqs=3, max_num_batched_tokens=5, num_blocks=60
+        SLIDING,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+        num_blocks=60,
+        num_decode_steps=num_decode_steps,
+        logits_processors=(_halve,),
     )
     if committed:  # as a checkpoint's are
         engine.runner.params = jax.device_put(engine.runner.params, jax.devices()[0])
+    jax.clear_caches()  # engines of one model share what they compile
     with counted_compiles() as compiles:
         num_buckets = engine.warmup()
     assert len(compiles) >= num_buckets == len(engine.runner.buckets.all())
@@ -501,12 +534,22 @@ def test_after_warm_up_no_request_compiles_anything(committed: bool) -> None:
                 top_k=int(rng.choice([0, 5])),
                 top_p=float(rng.choice([1.0, 0.9])),
                 logprobs=rng.choice([None, 3]),
+                prompt_logprobs=rng.choice([None, 2]),
+                frequency_penalty=float(rng.choice([0.0, 0.5])),
+                logit_bias={3: 2.0} if rng.random() < 0.3 else {},
+                stop_token_ids=(7,) if rng.random() < 0.3 else (),
+                logits_processor=_halve if rng.random() < 0.3 else None,
             )
             engine.add_request(prompt, params)
             if rng.random() < 0.5:
                 engine.step()
         run_all(engine)
     assert compiles == []
+    assert engine.compiles.num_after_warmup == 0
+    assert "pagedjax_compiles_after_warmup_total 0.0" in engine.metrics.text().decode()
+    engine.add_request([1, 2], greedy(1, logits_processor=_double))
+    run_all(engine)
+    assert engine.compiles.num_after_warmup > 0  # the control: it was not known before
     with counted_compiles() as compiles:  # the control: a new program is seen
         jax.jit(lambda x: x * 3 + 1)(jnp.arange(7))
     assert compiles

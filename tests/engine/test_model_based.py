@@ -62,6 +62,8 @@ class Workload:
     Attributes:
       spare: blocks of the pool beyond what the largest request needs.
       offload: whether evicted prefixes go to the host.
+      overlaps: whether a step is dispatched before the results of the last are known.
+      num_decode_steps: see `EngineConfig`.
       resets: whether the prefix cache is emptied before the second of two rounds.
     """
 
@@ -71,6 +73,8 @@ class Workload:
     spare: int
     host_blocks: int
     offload: bool
+    overlaps: bool
+    num_decode_steps: int
     resets: bool
     arrivals: tuple[Arrival, ...]
 
@@ -143,6 +147,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         spare=draw(st.sampled_from([0, 0, 2])),
         host_blocks=draw(st.sampled_from([300, 60, 20, 0])),
         offload=draw(st.booleans()),
+        overlaps=draw(st.booleans()),
+        num_decode_steps=draw(st.sampled_from([1, 1, 3])),
         resets=draw(st.booleans()),
         arrivals=(*own, *map(intruder, intrusions)),
     )
@@ -180,6 +186,8 @@ def strained_engine(workload: Workload) -> LLMEngine:
         host_blocks=workload.host_blocks,
         host_cache_bytes=int(workload.offload),
         preemption_mode=workload.mode,
+        async_scheduling=workload.overlaps,
+        num_decode_steps=workload.num_decode_steps,
     )
 
 

@@ -18,15 +18,13 @@ from tests.engine.workloads import NO_WINDOW, Arrival, Workload, random_workload
 
 def test_in_many_random_days_everything_happens_and_every_step_is_right() -> None:
     happened: Counter[str] = Counter()
-    in_flight: Counter[str] = Counter()
     for seed in range(250):
         sim = Simulation(random_workload(Random(seed)))
         sim.run()
         happened.update(vars(sim.scheduler.blocks.stats))
         happened.update(swaps=sim.scheduler.num_swaps, recomputes=sim.scheduler.num_recomputes)
-        in_flight += sim.happened
+        happened.update(sim.happened)
     assert all(count > 20 for count in happened.values()), happened
-    assert all(count > 20 for count in in_flight.values()), in_flight
 
 
 @settings(max_examples=150, deadline=None)
