@@ -4,22 +4,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax.async_llm import AsyncLLM
     from pagedjax.beam_search import BeamSearchParams
     from pagedjax.config import EngineConfig
     from pagedjax.engine import LLMEngine
     from pagedjax.errors import (
         CheckpointError,
         ConfigError,
+        EngineDeadError,
         InvalidRequestError,
         ModelNotFoundError,
         PagedJaxError,
         TokenizerError,
     )
     from pagedjax.llm import LLM
+    from pagedjax.logits import LogitsContext, LogitsProcessor
+    from pagedjax.metrics import EngineMetrics
     from pagedjax.options import RequestOptions
     from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from pagedjax.request import FinishReason, TokenLogprobs
     from pagedjax.sampling_params import SamplingParams
+    from pagedjax.scoring import Score
     from pagedjax.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -27,20 +32,26 @@ __version__ = "0.1.0"
 # Resolved on first use, so that `import pagedjax.models` does not import the engine above it.
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "BeamSearchParams": "beam_search",
     "CheckpointError": "errors",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineMetrics": "metrics",
     "FinishReason": "request",
     "InvalidRequestError": "errors",
     "LLMEngine": "engine",
+    "LogitsContext": "logits",
+    "LogitsProcessor": "logits",
     "ModelNotFoundError": "errors",
     "PagedJaxError": "errors",
     "RequestMetrics": "outputs",
     "RequestOptions": "options",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "Score": "scoring",
     "TokenLogprobs": "request",
     "Tokenizer": "tokenizer",
     "TokenizerError": "errors",
@@ -48,20 +59,26 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineMetrics",
     "FinishReason",
     "InvalidRequestError",
     "LLMEngine",
+    "LogitsContext",
+    "LogitsProcessor",
     "ModelNotFoundError",
     "PagedJaxError",
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "TokenLogprobs",
     "Tokenizer",
     "TokenizerError",

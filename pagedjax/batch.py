@@ -1,7 +1,6 @@
 """The device's view of one step: fixed shapes, filled in from the scheduled chunks."""
 
 import dataclasses
-from collections.abc import Sequence as Sequence_
 from typing import Any
 
 import jax
@@ -12,11 +11,9 @@ from pagedjax.models.decoder import StepInput
 from pagedjax.plan import ScheduledChunk
 from pagedjax.request import Sequence
 from pagedjax.sampling_input import SamplingInput
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_rows import SamplingRows
 
 FROM_STATE = -1  # a token id that the device takes from its own state
-_MAX_INT32 = np.iinfo(np.int32).max
-_MAX_TEMPERATURE = 1e30  # all tokens alike; the inverse of much larger ones is no normal float32
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +73,12 @@ def build_batch(
     num_seqs: int,
     num_groups: int,
     table_width: int,
-    no_slot: int,
-    processors: Sequence_[LogitsProcessor] = (),
+    rows: SamplingRows,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> Batch:
     """Lay `chunks` out in a batch of numpy arrays of N = `num_tokens`, S = `num_seqs`.
 
-    `no_slot`: a slot index out of range. `processors`: all that the step knows. No chunks gives a
+    `rows`: what is asked of the sampler. `processors`: all that the step knows. No chunks gives a
     batch of padding, for warm-up.
     """
     token_ids: list[int] = []
@@ -112,11 +109,16 @@ def build_batch(
         context_lens=_column([chunk.end for chunk in chunks], num_seqs, np.int32),
         block_tables=_device(block_tables),
     )
+    samplers = [
+        (last, chunk.end, seq)
+        for last, chunk in zip((query_start[1:] - 1).tolist(), chunks, strict=False)
+        for seq in chunk.samplers
+    ]
     return Batch(
         token_ids=_column(token_ids, num_tokens, np.int32),
         step=step,
         token_slots=_column([chunk.sequence.slot for chunk in chunks], num_seqs, np.int32),
-        sampling=_sampling_input(chunks, query_start, num_seqs, no_slot, processors),
+        sampling=rows.gather(samplers, num_seqs, processors),
         prompt=PromptTargets(
             rows=_column(prompt_rows, num_tokens, np.int32),
             token_ids=_column(prompt_targets, num_tokens, np.int32),
@@ -137,46 +139,6 @@ def targets_of(seq: Sequence, start: int, end: int) -> range:
     return range(first, max(first, min(end + 1, request.prompt_len)))
 
 
-def _sampling_input(
-    chunks: list[ScheduledChunk],
-    query_start: np.ndarray,
-    num_seqs: int,
-    no_slot: int,
-    processors: Sequence_[LogitsProcessor],
-) -> SamplingInput:
-    samplers = [(s, chunk.end, seq) for s, chunk in enumerate(chunks) for seq in chunk.samplers]
-    params = [seq.request.params for _, _, seq in samplers]
-    seeds = [(seq.seed & 0xFFFFFFFF, seq.seed >> 32) for _, _, seq in samplers]
-    seeds += [(0, 0)] * (num_seqs - len(seeds))
-
-    def floats(name: str, padding: float = 0) -> Any:
-        return _column([getattr(p, name) for p in params], num_seqs, np.float32, padding)
-
-    return SamplingInput(
-        row=_column([query_start[s + 1] - 1 for s, _, _ in samplers], num_seqs, np.int32),
-        slot=_column([seq.slot for _, _, seq in samplers], num_seqs, np.int32, no_slot),
-        temperature=_column(
-            [min(p.temperature, _MAX_TEMPERATURE) for p in params], num_seqs, np.float32
-        ),
-        top_k=_column([min(p.top_k, _MAX_INT32) for p in params], num_seqs, np.int32),
-        top_p=floats("top_p", 1),
-        min_p=floats("min_p"),
-        presence_penalty=floats("presence_penalty"),
-        frequency_penalty=floats("frequency_penalty"),
-        repetition_penalty=floats("repetition_penalty", 1),
-        seed=_device(np.array(seeds, np.uint32)),
-        position=_column([end for _, end, _ in samplers], num_seqs, np.int32),
-        min_position=_column(
-            [seq.request.prompt_len + seq.request.params.min_tokens for _, _, seq in samplers],
-            num_seqs,
-            np.int32,
-        ),
-        adjusts=_column([p.adjusts_logits for p in params], num_seqs, np.bool_),
-        processor=_column([_processor_number(p, processors) for p in params], num_seqs, np.int32),
-        wants_logprobs=_column([p.wants_logprobs for p in params], num_seqs, np.bool_),
-    )
-
-
 def stop_input(chunks: list[ScheduledChunk], num_seqs: int) -> StopInput:
     """When the sequences of decodes several steps ahead stop."""
     params = [chunk.sequence.request.params for chunk in chunks]
@@ -185,11 +147,6 @@ def stop_input(chunks: list[ScheduledChunk], num_seqs: int) -> StopInput:
         at_eos=_column([not p.ignore_eos for p in params], num_seqs, np.bool_),
         at_flagged=_column([bool(p.stop_token_ids) for p in params], num_seqs, np.bool_),
     )
-
-
-def _processor_number(params: SamplingParams, processors: Sequence_[LogitsProcessor]) -> int:
-    """0: none."""
-    return 0 if params.logits_processor is None else 1 + processors.index(params.logits_processor)
 
 
 def _column(values: list[Any], size: int, dtype: type, padding: float = 0) -> Any:

@@ -80,7 +80,7 @@ _current: ContextVar[CompileLog | None] = ContextVar("current_compile_log", defa
 
 @functools.cache
 def _listen_to_compilations() -> None:
-    """JAX tells all listeners of the process of all compilations; the thread's log takes its own."""
+    """JAX tells all listeners of all compilations; the log that this thread uses takes its own."""
 
     def listen(event: str, _seconds: float, **_: Any) -> None:
         log = _current.get()

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pagedjax.errors import ConfigError
-from pagedjax.preemption import PreemptionMode
 from pagedjax.logits import LogitsProcessor
+from pagedjax.preemption import PreemptionMode
 from pallas_kernels import Implementation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -188,6 +188,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished output of every job, in order; `stops_at_error` raises the first error."""
         final: dict[int, RequestOutput] = {}
+        options = dataclasses.replace(options or RequestOptions(), output_kind="final")
         with closing(self._serve(jobs, options)) as outputs:
             for index, output in outputs:
                 if stops_at_error and output.error is not None:

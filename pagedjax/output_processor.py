@@ -63,7 +63,9 @@ class OutputProcessor:
             self.metrics.on_finish(reason, time.monotonic() - tracked.arrival)
         return tracked.output()
 
-    def _take_tokens(self, plan: StepPlan, sampled: SamplerOutput, now: float) -> list[TrackedRequest]:
+    def _take_tokens(
+        self, plan: StepPlan, sampled: SamplerOutput, now: float
+    ) -> list[TrackedRequest]:
         """Give every sequence its tokens; returns the requests that got some."""
         steps = [sampled]
         if plan.num_steps > 1:

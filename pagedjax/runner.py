@@ -18,6 +18,7 @@ from pagedjax.plan import BlockTransfers, StepPlan
 from pagedjax.request import Sequence
 from pagedjax.sampler import begin
 from pagedjax.sampling_input import SlotState
+from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots, slot_start
 from pagedjax.step import EngineState, StepOutput, step
@@ -83,13 +84,14 @@ class Runner:
         self.buckets = buckets
         self.processors = processors
         self.compiles = compiles or CompileLog()
+        self._rows = SamplingRows(limits.max_num_seqs)
         self._eos_token_ids = eos_token_ids
         # At most, every sequence copies its last block in every group.
         max_copies = limits.max_num_seqs * limits.num_groups
         self._host = HostBlocks(state.cache, num_host_blocks, max_copies)
 
     def add_processor(self, processor: LogitsProcessor) -> None:
-        """Let steps know a logits processor; a new one compiles every shape anew when it is used."""
+        """Let steps know a logits processor; a new one has every shape compiled anew when used."""
         if processor not in self.processors:
             self.processors = (*self.processors, processor)
 
@@ -117,9 +119,7 @@ class Runner:
         """Compute a batch that is laid out already."""
         what = f"step of {len(batch.token_ids)} tokens, {len(batch.token_slots)} sequences"
         with self.compiles.watch(what):
-            self.state, output = _step(
-                self.model, self.processors, self.params, self.state, batch
-            )
+            self.state, output = _step(self.model, self.processors, self.params, self.state, batch)
         return output
 
     def link_bytes_per_s(self) -> float:
@@ -188,6 +188,6 @@ class Runner:
             num_seqs=num_seqs,
             num_groups=self.limits.num_groups,
             table_width=self.limits.table_width,
-            no_slot=self.limits.max_num_seqs,
+            rows=self._rows,
             processors=self.processors,
         )

@@ -24,7 +24,7 @@ from pagedjax.sampling_input import (
 )
 from pagedjax.sampling_params import MAX_LOGPROBS
 
-_TILE = 8  # rows that are worked on at a time, of those that want more than the argmax
+_TILE = 4  # rows that are worked on at a time, of those that want more than the argmax
 
 
 @jax.tree_util.register_dataclass

@@ -4,12 +4,10 @@ import dataclasses
 
 import jax
 
-TAIL = 8
-"""Last sampled tokens kept of a slot; a bad word has at most as many tokens."""
-MAX_BAD_WORDS = 128
-"""Token sequences of one request."""
-MAX_LOGIT_BIAS = 1024
-"""Biased tokens of one request."""
+from pagedjax.sampling_params import MAX_BAD_WORD_TOKENS
+
+TAIL = MAX_BAD_WORD_TOKENS
+"""Last sampled tokens kept of a slot."""
 
 # An entry of `SlotState.tokens`: how often the token was sampled, and three flags.
 COUNT_MASK = (1 << 28) - 1

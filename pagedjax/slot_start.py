@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.request import Request, Sequence
-from pagedjax.sampling_input import MAX_BAD_WORDS, MAX_LOGIT_BIAS, TAIL, SlotStart, SlotState
+from pagedjax.sampling_input import TAIL, SlotStart, SlotState
+from pagedjax.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from pagedjax.scheduler_config import SchedulerConfig
 
 
@@ -21,9 +22,7 @@ def empty_slots(num_slots: int, vocab_size: int) -> SlotState:
     )
 
 
-def slot_start(
-    seq: Sequence | None, limits: SchedulerConfig, vocab_size: int
-) -> SlotStart:
+def slot_start(seq: Sequence | None, limits: SchedulerConfig, vocab_size: int) -> SlotStart:
     """The wishes of a sequence's request, and its tokens, all of which are on the host.
 
     Without a sequence, for warm-up: nothing, of a slot that does not exist.

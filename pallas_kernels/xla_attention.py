@@ -85,13 +85,28 @@ def xla_attention(
 
 
 def _one_tile_shape(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
-    """f32[N + R, H, D]: every sequence in tiles of one shape, which does not depend on N either."""
-    tile_rows = max(1, _INVARIANT_TILE_ROWS * call.pool.shape[2] // q.shape[1])
-    q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
+    """f32[N, H, D]: every sequence in tiles of one shape, whatever N.
+
+    Groups of query heads are padded to a power of two, so that a tile fills `_INVARIANT_TILE_ROWS`:
+    rows at the edge of a vector or of a product's block may be rounded in another way.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads = call.pool.shape[2]
+    group = num_heads // kv_heads
+    padded_group = 1 << (group - 1).bit_length()
+    tile_rows = max(1, _INVARIANT_TILE_ROWS // padded_group)
+    more_heads = (0, padded_group - group)
+
+    q = jnp.pad(
+        q.reshape(num_rows, kv_heads, group, head_dim), ((0, tile_rows), (0, 0), more_heads, (0, 0))
+    ).reshape(num_rows + tile_rows, -1, head_dim)
+    if call.sinks is not None:
+        sinks = jnp.pad(call.sinks.reshape(kv_heads, group), ((0, 0), more_heads))
+        call = call._replace(sinks=sinks.reshape(-1))
     everyone = jnp.diff(batch.query_start) > 0
-    return _loop_over_tiles(
-        call, q, jnp.zeros_like(q), batch, everyone, tile_rows, _INVARIANT_KEYS
-    )
+    out = _loop_over_tiles(call, q, jnp.zeros_like(q), batch, everyone, tile_rows, _INVARIANT_KEYS)
+    out = out[:num_rows].reshape(num_rows, kv_heads, padded_group, head_dim)
+    return out[:, :, :group].reshape(num_rows, num_heads, head_dim)
 
 
 def _tiles_by_length(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:

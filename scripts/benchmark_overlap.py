@@ -12,7 +12,7 @@ nothing to do: 1 - device / step. "host" is what the engine's thread works in a 
 the waiting for results. Outputs are asked for at the end only, as `LLM.generate` does.
 
 Overlapping hides the host's work where the device takes longer than it; where the host takes
-longer, a step takes as long as the host. On a CPU the two share the cores, and so hinder each other.
+longer, a step takes as long as the host. On a CPU the two share the cores and hinder each other.
 """
 
 import argparse
@@ -166,9 +166,7 @@ def measure(model: DecoderConfig, requests: int, turns: int, steps: int) -> Row:
     in_turn = Decoding(model, params, requests, total, async_scheduling=False)
     found = [(alone(steps), overlapped.run(steps), in_turn.run(steps)) for _ in range(turns)]
     device = statistics.median(turn[0] for turn in found)
-    both = [
-        [statistics.median(turn[i][part] for turn in found) for part in (0, 1)] for i in (1, 2)
-    ]
+    both = [[statistics.median(turn[i][part] for turn in found) for part in (0, 1)] for i in (1, 2)]
     (wall, host), (wall_in_turn, host_in_turn) = both
     return Row(
         requests,

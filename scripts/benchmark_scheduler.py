@@ -44,6 +44,7 @@ from pagedjax.models.config import NO_WINDOW
 from pagedjax.plan import StepPlan
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.tracker import TrackedRequest
@@ -126,6 +127,7 @@ class Simulation:
         for request in (*requests, *queue[: load.waiting]):
             self.scheduler.add(request)
         self._tracked = [TrackedRequest(request, None) for request in requests]
+        self._rows = SamplingRows(load.running)
         self._rng = np.random.default_rng(2)
         self.times: list[tuple[float, ...]] = []
         self._step()  # the prompts
@@ -150,7 +152,7 @@ class Simulation:
             num_seqs=self.load.running,
             num_groups=self.limits.num_groups,
             table_width=self.limits.table_width,
-            no_slot=self.limits.max_num_seqs,
+            rows=self._rows,
         )
 
     def _take_tokens(self, plan: StepPlan, sampled: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, abstract_params
 from pagedjax.models.rope import RopeConfig
 from pagedjax.runner import init_state
+from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
@@ -70,7 +71,7 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows):
         num_seqs=8,
         num_groups=limits.num_groups,
         table_width=limits.table_width,
-        no_slot=8,
+        rows=SamplingRows(8),
     )
     params = abstract_params(model, platform(target))
     run = functools.partial(step, model, ())

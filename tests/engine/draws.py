@@ -10,14 +10,9 @@ import numpy as np
 
 from pagedjax.logits import LogitsProcessor
 from pagedjax.sampler import SamplerOutput, begin, sample
-from pagedjax.sampling_input import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    TAIL,
-    SamplingInput,
-    SlotStart,
-    SlotState,
-)
+from pagedjax.sampling_input import TAIL, SamplingInput, SlotStart, SlotState
+from pagedjax.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from pagedjax.slot_start import empty_slots
 
 jitted_sample = jax.jit(sample, static_argnums=3)
 jitted_begin = jax.jit(begin)
@@ -52,17 +47,6 @@ def make_input(num_seqs: int, **columns: Any) -> SamplingInput:
     words = np.stack([seed & 0xFFFFFFFF, seed >> 32], axis=1).astype(np.uint32)
     rows = np.arange(num_seqs, dtype=np.int32)  # for the step; the sampler does not look at them
     return jax.tree.map(jnp.asarray, SamplingInput(row=rows, seed=words, **c))
-
-
-def make_slots(num_slots: int, vocab: int) -> SlotState:
-    """Slots that adjust nothing."""
-    return SlotState(
-        tail=jnp.full((num_slots, TAIL), -1, jnp.int32),
-        tokens=jnp.zeros((num_slots, vocab), jnp.int32),
-        bias_ids=jnp.full((num_slots, MAX_LOGIT_BIAS), vocab, jnp.int32),
-        bias=jnp.zeros((num_slots, MAX_LOGIT_BIAS), jnp.float32),
-        bad_words=jnp.full((num_slots, MAX_BAD_WORDS, TAIL), -1, jnp.int32),
-    )
 
 
 def make_start(
@@ -105,7 +89,7 @@ def make_start(
 
 def begun(vocab: int, **start: Any) -> SlotState:
     """One slot, which starts with `make_start(0, vocab, **start)`."""
-    return jitted_begin(make_slots(1, vocab), make_start(0, vocab, **start))
+    return jitted_begin(empty_slots(1, vocab), make_start(0, vocab, **start))
 
 
 def draw(
@@ -125,4 +109,4 @@ def draw(
 
 @functools.cache
 def _idle_slot(vocab: int) -> SlotState:
-    return make_slots(1, vocab)
+    return empty_slots(1, vocab)

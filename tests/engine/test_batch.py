@@ -9,7 +9,9 @@ import pytest
 from pagedjax.batch import FROM_STATE, Batch, build_batch, targets_of
 from pagedjax.plan import ScheduledChunk
 from pagedjax.request import Request, Sequence, TokenLogprobs
+from pagedjax.sampling_input import SamplingInput
 from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_rows import SamplingRows
 
 NO_SLOT = 9
 
@@ -47,7 +49,7 @@ def build(chunks: list[ScheduledChunk], num_tokens: int = 8, num_seqs: int = 4) 
         num_seqs=num_seqs,
         num_groups=2,
         table_width=6,
-        no_slot=NO_SLOT,
+        rows=SamplingRows(NO_SLOT),
     )
 
 
@@ -101,7 +103,7 @@ def test_sampling_parameters_stand_in_the_order_of_those_who_sample_and_padding_
 
 
 def test_samples_of_one_prompt_share_its_last_row_and_have_their_own_slots_and_seeds() -> None:
-    before = make_sequence([1], [2], slot=3, tables=[[1], [2]], seed=50)
+    before = make_sequence([1], [2], slot=8, tables=[[1], [2]], seed=50)
     parent = make_sequence([5, 6, 7], [], slot=0, tables=[[3], [4]], seed=10)
     children = [
         Sequence(parent.request, i, list(parent.token_ids), seed=10 + i, root=None, slot=3 * i)
@@ -110,7 +112,7 @@ def test_samples_of_one_prompt_share_its_last_row_and_have_their_own_slots_and_s
     chunks = [chunk(before, 1, 1), ScheduledChunk(parent, 0, 3, (parent, *children))]
     batch = build(chunks)
     assert batch.sampling.row.tolist() == [0, 3, 3, 3]
-    assert batch.sampling.slot.tolist() == [3, 0, 3, 6]
+    assert batch.sampling.slot.tolist() == [8, 0, 3, 6]
     assert batch.sampling.seed[:, 0].tolist() == [50, 10, 11, 12]
     assert batch.sampling.position.tolist() == [2, 3, 3, 3]
     assert batch.step.query_start.tolist() == [0, 1, 4, 4, 4]  # only two sequences compute
@@ -224,7 +226,8 @@ def test_targets_of_several_chunks_stand_one_behind_the_other_with_rows_of_the_b
     [
         (SamplingParams(top_k=2**40), "top_k", 2**31 - 1),
         (SamplingParams(temperature=1e300), "temperature", np.float32(1e30)),
-        (SamplingParams(temperature=1e-300), "temperature", 0.0),
+        (SamplingParams(temperature=1e-300), "temperature", np.float32(1e-30)),
+        (SamplingParams(repetition_penalty=1e300), "repetition_penalty", np.float32(1e30)),
         (SamplingParams(top_p=1e-300), "top_p", 0.0),
         (SamplingParams(logprobs=0), "wants_logprobs", True),
         (SamplingParams(prompt_logprobs=5), "wants_logprobs", False),
@@ -262,8 +265,7 @@ def test_shapes_and_dtypes_do_not_depend_on_the_chunks(batch: Batch) -> None:
         ".step.query_start": (5,),
         ".step.context_lens": s,
         ".step.block_tables": (2, 4, 6),
-        **{f".sampling.{name}": s for name in ("row", "slot", "temperature", "top_k", "top_p")},
-        **{f".sampling.{name}": s for name in ("position", "wants_logprobs")},
+        **{f".sampling.{field.name}": s for field in dataclasses.fields(SamplingInput)},
         ".sampling.seed": (4, 2),
         ".prompt.rows": n,
         ".prompt.token_ids": n,

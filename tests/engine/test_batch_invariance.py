@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax.models.config import NO_WINDOW, DecoderConfig
+from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params, StepInput, bind, random_params
-from pagedjax.models.rope import RopeConfig
 from pallas_kernels import storage_dtype
 from tests.engine.tiny import SLIDING, UNIFORM, tiny_params
 
@@ -232,6 +231,8 @@ def in_bfloat16(config: DecoderConfig) -> DecoderConfig:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [UNIFORM, SLIDING], ids=["uniform", "sliding"])
 def test_random_schedules_give_the_same_bits_as_sequences_alone(config, dtype, rows):
-    params = tiny_params(config) if dtype == "float32" else random_params(in_bfloat16(config), "cpu")
+    params = (
+        tiny_params(config) if dtype == "float32" else random_params(in_bfloat16(config), "cpu")
+    )
     config = dataclasses.replace(config, dtype=dtype)
     check(config, params, Shape(rows=rows), range(3), count=6)

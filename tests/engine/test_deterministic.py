@@ -1,4 +1,4 @@
-"""`deterministic=True`: a request's tokens and log-probabilities are the same bits, come what may."""
+"""`deterministic=True`: a request's tokens and log-probabilities are the same bits always."""
 
 import dataclasses
 from random import Random

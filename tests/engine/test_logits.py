@@ -16,14 +16,14 @@ from pagedjax.sampling_input import (
     COUNT_MASK,
     FORBIDDEN,
     IN_PROMPT,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
     STOPS,
     TAIL,
     SlotState,
 )
+from pagedjax.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from pagedjax.slot_start import empty_slots
 from tests.engine import sampling_oracle
-from tests.engine.draws import begun, draw, jitted_begin, make_input, make_slots, make_start
+from tests.engine.draws import begun, draw, jitted_begin, make_input, make_start
 from tests.engine.sampling_oracle import Options
 
 VOCAB = 40
@@ -122,15 +122,15 @@ def test_no_penalty_makes_an_infinity_of_a_positive_logit(factor: float) -> None
 
 def test_what_an_earlier_request_left_in_the_slot_is_gone() -> None:
     used = jitted_begin(
-        make_slots(1, VOCAB),
+        empty_slots(1, VOCAB),
         make_start(0, VOCAB, prompt=[1, 2], output=[3], allowed=[4], stops=[5], bias={6: 1.0}),
     )
     fresh = jitted_begin(used, make_start(0, VOCAB))
-    assert all(map(np.array_equal, *map(jax.tree.leaves, (fresh, make_slots(1, VOCAB)))))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (fresh, empty_slots(1, VOCAB)))))
 
 
 def test_only_rows_that_adjust_are_adjusted_and_from_their_own_slots() -> None:
-    slots = make_slots(3, VOCAB)
+    slots = empty_slots(3, VOCAB)
     for slot, token in enumerate((4, 5, 6)):
         slots = jitted_begin(slots, make_start(slot, VOCAB, allowed=[token]))
     out = draw(normal(), slots, slot=[2, 0, 1, 1, 9], adjusts=[True, True, True, False, False])
@@ -244,7 +244,7 @@ records = st.dictionaries(st.integers(0, SLOTS - 1), row, min_size=1)
 
 @functools.cache
 def idle() -> SlotState:
-    return make_slots(SLOTS, SMALL)
+    return empty_slots(SLOTS, SMALL)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

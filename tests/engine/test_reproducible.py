@@ -4,6 +4,7 @@ In float32, where rounding differs too little between batches to change a token;
 engines give the same bits in every dtype (`test_deterministic`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from pagedjax.engine import LLMEngine
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestOutput
+from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
 from tests.engine.fresh import assert_idle, fresh_engine, step_until_done
 from tests.engine.tiny import (
@@ -61,6 +63,19 @@ def alone(model: str, wish: str, **config: Any) -> list[Any]:
     return tokens_of(output)
 
 
+def two_rivals(engine: LLMEngine, request: Request) -> Callable[[int], None]:
+    """Requests that need every slot, each as soon as `request` has got on."""
+    rivals: list[str] = []
+
+    def disturb(_: int) -> None:
+        if request in engine.scheduler.running and len(rivals) < 2:
+            known = request.sequences[0].num_tokens
+            if known > request.prompt_len + 2 * len(rivals):
+                rivals.append(engine.add_request([1], SamplingParams(n=3, max_tokens=2)))
+
+    return disturb
+
+
 @WISHES
 @pytest.mark.parametrize("model", MODELS)
 def test_pipelined_or_not_and_several_steps_at_once(model: str, wish: str) -> None:
@@ -92,15 +107,7 @@ def test_behind_a_prefix_hit_and_preempted_twice(wish: str, num_decode_steps: in
         request_id = engine.add_request(PROMPT, PARAMS[wish], options=last)
         request = engine._processor.tracked[request_id].request
 
-        def disturb(_: int, engine: LLMEngine = engine, request: Any = request) -> None:
-            """Rivals that need every slot, each as soon as the request has got on."""
-            if request in engine.scheduler.running and len(rivals) < 2:
-                known = request.sequences[0].num_tokens
-                if known > request.prompt_len + 2 * len(rivals):
-                    rivals.append(engine.add_request([1], SamplingParams(n=3, max_tokens=2)))
-
-        rivals: list[str] = []
-        finished = step_until_done(engine, before=disturb)
+        finished = step_until_done(engine, before=two_rivals(engine, request))
         assert tokens_of(finished[request_id]) == expected
         assert finished[request_id].metrics.cached_tokens > 0
         if num_decode_steps == 1 or wish != "samples":  # else it may be over too soon

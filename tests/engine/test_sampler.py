@@ -13,13 +13,14 @@ from pagedjax.likeliest import chunked
 from pagedjax.sampler import sample
 from pagedjax.sampling_input import SlotState
 from pagedjax.sampling_params import MAX_LOGPROBS
-from tests.engine.draws import draw, jitted_begin, make_input, make_slots, make_start
+from pagedjax.slot_start import empty_slots
+from tests.engine.draws import draw, jitted_begin, make_input, make_start
 from tests.engine.sampling_oracle import Options, kept, log_softmax, probabilities
 
 # --- greedy ---
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 97, 1000])
+@pytest.mark.parametrize("vocab", [1, 97])
 def test_greedy_is_argmax_for_any_vocabulary_size(vocab: int) -> None:
     logits = np.random.default_rng(vocab).normal(size=(6, vocab)).astype(np.float32)
     np.testing.assert_array_equal(draw(logits).token_ids, logits.argmax(-1))
@@ -28,7 +29,7 @@ def test_greedy_is_argmax_for_any_vocabulary_size(vocab: int) -> None:
 # --- what is drawn ---
 
 
-@pytest.mark.parametrize("vocab", [3, 97, 700])
+@pytest.mark.parametrize("vocab", [3, 700])
 def test_only_kept_tokens_are_drawn(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=(60, vocab)) * rng.choice([0.1, 5.0], (60, 1))).astype(np.float32)
@@ -38,8 +39,8 @@ def test_only_kept_tokens_are_drawn(vocab: int) -> None:
         "top_p": np.where(rng.random(60) < 0.3, 1.0, rng.uniform(0.05, 0.99, 60)),
         "min_p": rng.choice([0.0, 0.1], 60),
     }
-    cuts = zip(*columns.values(), strict=True)
-    keep = np.array([kept(x, *map(float, cut)) for x, cut in zip(logits, cuts, strict=True)])
+    rows = zip(logits, *columns.values(), strict=True)
+    keep = np.array([kept(x, t, k, p, min_p) for x, t, k, p, min_p in rows])
     for seed in range(20):
         token_ids = draw(logits, seed=seed, **columns).token_ids
         assert keep[np.arange(60), token_ids].all()
@@ -107,7 +108,7 @@ def mixed_rows() -> tuple[np.ndarray, SlotState, dict[str, np.ndarray]]:
         "adjusts": rng.choice([False, True], NUM_ROWS),
         "wants_logprobs": rng.choice([False, True], NUM_ROWS),
     }
-    slots = make_slots(NUM_ROWS, VOCAB)
+    slots = empty_slots(NUM_ROWS, VOCAB)
     for slot in range(NUM_ROWS):
         best = np.argsort(-logits[list(columns["slot"]).index(slot)])
         start = make_start(
@@ -139,7 +140,7 @@ def test_permuted_rows_give_permuted_results() -> None:
             np.testing.assert_array_equal(values, together[name][order], name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("size", [1, 3, 8, 13])
 def test_a_row_is_the_same_bit_for_bit_in_a_batch_of_any_size(size: int) -> None:
     together = draw_rows(np.arange(NUM_ROWS))
     for start in range(0, NUM_ROWS - size + 1, size):
@@ -191,7 +192,7 @@ def tiles_of(num_seqs: int, **columns: np.ndarray) -> int:
 
 @functools.cache
 def slots_of(vocab: int) -> SlotState:
-    return make_slots(1, vocab)
+    return empty_slots(1, vocab)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_the_work_goes_with_the_number_of_rows_that_have_options() -> None:
 
 def test_no_vocabulary_is_sorted() -> None:
     vocab = 262_144
-    args = (jnp.zeros((8, vocab), jnp.float32), make_input(8), make_slots(1, vocab))
+    args = (jnp.zeros((8, vocab), jnp.float32), make_input(8), empty_slots(1, vocab))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     text = jax.jit(sample).lower(*shapes).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r" sort\(|TopK", line)]
@@ -222,7 +223,7 @@ def test_no_vocabulary_is_sorted() -> None:
 # --- log-probabilities ---
 
 
-@pytest.mark.parametrize("vocab", [7, 97, 1030])
+@pytest.mark.parametrize("vocab", [7, 1030])
 def test_logprobs_are_those_of_the_uncut_unscaled_distribution(vocab: int) -> None:
     logits = np.random.default_rng(vocab).normal(size=(5, vocab)).astype(np.float32) * 4
     out = draw(logits, temperature=[0.0, 0.3, 2.0, 1.0, 1.0], top_k=3, wants_logprobs=True)
@@ -236,7 +237,7 @@ def test_logprobs_are_those_of_the_uncut_unscaled_distribution(vocab: int) -> No
     )
 
 
-@pytest.mark.parametrize("vocab", [7, 97, 1030])
+@pytest.mark.parametrize("vocab", [7, 1030])
 def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled(vocab: int) -> None:
     logits = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * 4
     cases = [
@@ -256,7 +257,7 @@ def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled(vocab
 
 def test_processed_logprobs_of_a_greedy_row_are_of_the_adjusted_logits() -> None:
     logits = np.random.default_rng(0).normal(size=30).astype(np.float32)
-    slots = jitted_begin(make_slots(1, 30), make_start(0, 30, allowed=range(10)))
+    slots = jitted_begin(empty_slots(1, 30), make_start(0, 30, allowed=range(10)))
     out = draw(logits, slots, adjusts=True, top_k=3, wants_logprobs=True)
     best = int(logits[:10].argmax())
     assert out.token_ids.tolist() == [best]
