@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pagedjax.compile_log import Compilation
 from pagedjax.config import Dtype, EngineConfig
 from pagedjax.demo import GEMMA_3_270M, user_cache_dir
 from pagedjax.errors import PagedJaxError
@@ -13,6 +14,8 @@ from pagedjax.host_memory import keep_freed_memory
 from pagedjax.llm import LLM
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
+
+_NOTICEABLE_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +72,7 @@ def _generate(args: argparse.Namespace) -> int:
         cache_dir=None if args.no_cache else args.cache_dir,
     )
     llm = LLM(args.model, config)
+    llm.engine.compiles.on_compile = _print_compilation
     outputs = _stream(llm, args.prompts, params)
     for output in outputs:
         if output.error is not None:
@@ -96,6 +100,11 @@ def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Reques
     if live:
         print()
     return [final[index] for index in sorted(final)]
+
+
+def _print_compilation(compilation: Compilation) -> None:
+    if compilation.seconds >= _NOTICEABLE_S:
+        print(f"[{compilation.what}: compiled in {compilation.seconds:.1f} s]", file=sys.stderr)
 
 
 def _print_speed(outputs: list[RequestOutput]) -> None:

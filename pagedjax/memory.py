@@ -1,10 +1,12 @@
 """How large the pool may be."""
 
+import jax
 import numpy as np
 
 from pagedjax.errors import ConfigError
 from pagedjax.models.config import DecoderConfig
 from pagedjax.scheduler_config import SchedulerConfig
+from pagedjax.slot_start import empty_slots
 
 _CPU_POOL_BYTES = 4 << 30
 
@@ -31,7 +33,7 @@ def default_num_blocks(
       ConfigError: not even one block a KV group fits.
     """
     size = block_bytes(model, limits.block_size, kv_dtype)
-    budget = _pool_budget(memory_stats, memory_utilization)
+    budget = _pool_budget(memory_stats, memory_utilization, slot_bytes(model, limits))
     most = limits.max_num_seqs * limits.num_groups * limits.table_width
     blocks = min(budget // size, most)
     if blocks < limits.num_groups:
@@ -42,11 +44,19 @@ def default_num_blocks(
     return blocks + 1  # the null block
 
 
-def _pool_budget(memory_stats: dict[str, int] | None, memory_utilization: float) -> int:
+def slot_bytes(model: DecoderConfig, limits: SchedulerConfig) -> int:
+    """Bytes of what the sampler keeps on the device, most of it a count for every token."""
+    slots = jax.eval_shape(lambda: empty_slots(limits.max_num_seqs, model.vocab_size))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
+
+
+def _pool_budget(
+    memory_stats: dict[str, int] | None, memory_utilization: float, reserved: int
+) -> int:
     if memory_stats is None:
         return min(_CPU_POOL_BYTES, _free_host_memory() // 2)
     usable = int(memory_stats["bytes_limit"] * memory_utilization)
-    return max(0, usable - memory_stats["bytes_in_use"])
+    return max(0, usable - memory_stats["bytes_in_use"] - reserved)
 
 
 def _free_host_memory() -> int:

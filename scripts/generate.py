@@ -7,16 +7,17 @@ Every input line is an object with one of
   {"messages": [{"role": "user", "content": "text"}]}      by the model's chat template
 
 and, where wanted, an "id" (a string or an integer, unique; by default the number of the line) and
-sampling parameters of its own, by the names of SamplingParams ("max_tokens", "temperature",
-"top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "n",
-"best_of"). Blank lines are skipped.
+sampling parameters of its own, by the names of SamplingParams ("max_tokens", "temperature", "top_p",
+"seed", "stop", "logprobs", "n" and so on; all but "logits_processor"). The keys of "logit_bias" are
+token ids as text. Blank lines are skipped.
 
 Every line gets one output line, written as soon as it is done and so not in the order of the input:
 
   {"id": ..., "text": ..., "token_ids": [...], "finish_reason": "stop" | "length"}
   {"id": ..., "error": {"type": "InvalidRequestError", "message": ...}}     a request was refused
 
-with "logprobs" if the line asked for them: for each token {"sampled": x, "top": [[id, x], ...]};
+with "logprobs" if the line asked for them: for each token {"sampled": x, "top": [[id, x], ...],
+"processed": x}, as TokenLogprobs says;
 and "prompt_logprobs" for each prompt token but the first. A line with "n" above 1 gets, in place of
 one text, "completions": [{"text", "token_ids", "finish_reason"}, ...].
 
@@ -64,7 +65,9 @@ LineId = str | int
 Result = dict[str, Any]
 
 _PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
-_PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_PARAMS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "logits_processor"
+)
 _RESULT_START = b'{"id": '  # of every output line
 
 
@@ -95,7 +98,16 @@ class Settings:
         if params.get("seed") is None:
             words = np.random.SeedSequence([self.seed, line.number]).generate_state(1, np.uint64)
             params["seed"] = int(words[0] >> 1)
+        if isinstance(bias := params.get("logit_bias"), dict):  # JSON's keys are text
+            params["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
         return SamplingParams(**params)
+
+
+def _token_id(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError as error:
+        raise InvalidRequestError(f"logit_bias has the key {key!r}; it must be a token id") from error
 
 
 @dataclasses.dataclass

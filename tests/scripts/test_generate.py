@@ -100,6 +100,7 @@ def test_answers_are_those_of_the_engine(answered: dict[Any, dict], engine: LLME
     assert first == {
         "sampled": logprobs[0].sampled,
         "top": [list(entry) for entry in logprobs[0].top],
+        "processed": logprobs[0].processed,
     }
 
 
