@@ -13,9 +13,9 @@ sequence pays for another's length, and trip counts are dynamic, so one compiled
 every mix of chunks and decodes.
 
 `batch_invariant`: every sequence, decodes too, goes through tiles of one shape and loop steps of
-one number of keys, counted from key 0. A row then meets the same keys in the same sums whatever the
-length of its chunk, its place in the tile and the batch around it: loop steps that are masked for it
-multiply its sums by exp(0) = 1 and add zeros.
+one number of keys, counted from key 0. A row then meets the same keys in the same order of sums
+whatever the length of its chunk, its place in the tile and the batch around it: loop steps that
+are masked for it multiply its sums by exp(0) = 1 and add zeros.
 """
 
 import functools
@@ -33,8 +33,8 @@ _TILE_ROWS = 512  # rows times query heads per KV head of a prefill tile
 _SHORT_TILE_ROWS = 64  # the same for chunks that are no longer, as behind a cached prefix
 _PREFILL_KEYS = 256  # keys a tile meets in one step of its loop
 _DECODE_KEYS = 128
-_INVARIANT_TILE_ROWS = 16  # of the one tile shape of batch-invariant calls: decodes waste little
-_INVARIANT_KEYS = 256
+_INVARIANT_TILE_ROWS = 32  # of the one tile shape of batch-invariant calls; costs decodes twofold,
+_INVARIANT_KEYS = 128  # long prefills half as much again, and is fast for short chunks
 
 
 class _Call(NamedTuple):

@@ -7,9 +7,15 @@ Every input line is an object with one of
   {"messages": [{"role": "user", "content": "text"}]}      by the model's chat template
 
 and, where wanted, an "id" (a string or an integer, unique; by default the number of the line) and
-sampling parameters of its own, by the names of SamplingParams ("max_tokens", "temperature", "top_p",
-"seed", "stop", "logprobs", "n" and so on; all but "logits_processor"). The keys of "logit_bias" are
-token ids as text. Blank lines are skipped.
+sampling parameters of its own, by the names of SamplingParams, whose documentation explains them:
+
+  "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of",
+  "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias" (with token ids as
+  text for keys), "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "ignore_eos",
+  "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens",
+  "spaces_between_special_tokens", "include_stop_str_in_output"
+
+Blank lines are skipped.
 
 Every line gets one output line, written as soon as it is done and so not in the order of the input:
 
@@ -107,7 +113,9 @@ def _token_id(key: str) -> int:
     try:
         return int(key)
     except ValueError as error:
-        raise InvalidRequestError(f"logit_bias has the key {key!r}; it must be a token id") from error
+        raise InvalidRequestError(
+            f"logit_bias has the key {key!r}; it must be a token id"
+        ) from error
 
 
 @dataclasses.dataclass

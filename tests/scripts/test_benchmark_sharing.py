@@ -22,11 +22,11 @@ def test_samples_and_beams_share_the_blocks_of_the_prompt(benchmark):
     engine = tiny_engine(block_size=4, max_num_seqs=2, max_num_batched_tokens=64)
     (prompt,) = random_prompts(0, [20])
     samples, beams = benchmark.shared_blocks(engine, prompt, new=10, samples=2, beam_width=2)
-    # When the last token is still to come, 28 tokens are stored: 5 blocks of the prompt and 2 more.
-    assert (samples.sequences, samples.shared, samples.separate) == ("2 samples", 5 + 2 * 2, 2 * 7)
-    assert samples.saved == pytest.approx(5 / 14)
-    assert (beams.sequences, beams.separate) == ("2 beams", 2 * 7)
-    assert 5 + 2 < beams.shared <= 5 + 2 * 2  # beams may share some of what was generated, too
+    # When the last step is dispatched, 29 tokens are stored: 5 blocks of the prompt and 3 more.
+    assert (samples.sequences, samples.shared, samples.separate) == ("2 samples", 5 + 2 * 3, 2 * 8)
+    assert samples.saved == pytest.approx(5 / 16)
+    assert (beams.sequences, beams.separate) == ("2 beams", 2 * 8)
+    assert 5 + 2 < beams.shared <= 5 + 2 * 3  # beams may share some of what was generated, too
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
