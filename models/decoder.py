@@ -33,6 +33,8 @@ from pallas_kernels import (
     write_kv,
 )
 
+INVARIANT_ROWS = 16  # a whole vector of rows: compilers may round a loop's left-over rows otherwise
+
 Params = dict[str, Any]
 """Parameters as a plain pytree: nested dicts with the names of the modules, arrays as leaves."""
 
@@ -47,7 +49,7 @@ class KVCache:
       dtype: what the pool's elements mean.
       implementation: which attention kernel reads it; None picks one.
       batch_invariant: a token's bits depend on its own sequence alone (see `paged_attention`),
-        among steps of one shape.
+        among steps of one shape; N must be a multiple of `INVARIANT_ROWS`.
     """
 
     pool: jax.Array
@@ -238,6 +240,8 @@ class Decoder(nnx.Module):
         chex.assert_shape(step.block_tables, (c.kv_layout.num_groups, num_seqs, None))
         pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, 2 * c.head_dim)
         chex.assert_shape(cache.pool, pool)
+        if cache.batch_invariant:
+            chex.assert_is_divisible(len(token_ids), INVARIANT_ROWS)
 
     def _layer_info(self) -> _LayerInfo:
         layout = self.config.kv_layout

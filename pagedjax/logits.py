@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.errors import InvalidRequestError
 from pagedjax.sampling_input import (
     COUNT_MASK,
     FORBIDDEN,
     IN_PROMPT,
     STOPS,
+    TAIL,
     SamplingInput,
     SlotState,
 )
@@ -37,6 +39,30 @@ class LogitsContext:
 
 LogitsProcessor = Callable[[jax.Array, LogitsContext], jax.Array]
 """A pure, traceable function: f32[V] logits of one sequence -> f32[V]; -inf excludes a token."""
+
+
+def check_processor(processor: LogitsProcessor, vocab_size: int) -> None:
+    """Trace a logits processor, so that it cannot fail inside a step.
+
+    Raises:
+      InvalidRequestError: it raises an error, or returns something else than f32[V].
+    """
+    row, scalar = (vocab_size,), ()
+    kinds = ((row, jnp.int32), (row, jnp.bool_), ((TAIL,), jnp.int32), (scalar, jnp.int32))
+    context = LogitsContext(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))  # type: ignore[arg-type]
+    try:
+        out = jax.eval_shape(processor, jax.ShapeDtypeStruct(row, jnp.float32), context)
+    except Exception as error:  # whatever a user's function may raise
+        raise InvalidRequestError(
+            f"logits_processor {processor!r:.200} cannot be traced: {error}"
+        ) from error
+    found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(out))
+    wanted = f"float32[{vocab_size}]"
+    if found != wanted:
+        raise InvalidRequestError(
+            f"logits_processor {processor!r:.200} returns {found or 'nothing'}; "
+            f"it must return {wanted}"
+        )
 
 
 def adjust(

@@ -10,8 +10,9 @@ from pagedjax.batch import Batch, build_batch, stop_input
 from pagedjax.buckets import Buckets
 from pagedjax.compile_log import CompileLog
 from pagedjax.decode_ahead import decode_ahead
+from pagedjax.errors import InvalidRequestError
 from pagedjax.host_blocks import HostBlocks
-from pagedjax.logits import LogitsProcessor
+from pagedjax.logits import LogitsProcessor, check_processor
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params
 from pagedjax.plan import BlockTransfers, StepPlan
@@ -23,6 +24,8 @@ from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots, slot_start
 from pagedjax.step import EngineState, StepOutput, step
 from pallas_kernels import Implementation, storage_dtype
+
+MAX_PROCESSORS = 16
 
 # One cache of compiled programs for all engines of a process: those of one model share them.
 _step = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
@@ -82,7 +85,9 @@ class Runner:
         self.state = state
         self.limits = limits
         self.buckets = buckets
-        self.processors = processors
+        self.processors: tuple[LogitsProcessor, ...] = ()
+        for processor in processors:
+            self.add_processor(processor)
         self.compiles = compiles or CompileLog()
         self._rows = SamplingRows(limits.max_num_seqs)
         self._eos_token_ids = eos_token_ids
@@ -91,9 +96,21 @@ class Runner:
         self._host = HostBlocks(state.cache, num_host_blocks, max_copies)
 
     def add_processor(self, processor: LogitsProcessor) -> None:
-        """Let steps know a logits processor; a new one has every shape compiled anew when used."""
-        if processor not in self.processors:
-            self.processors = (*self.processors, processor)
+        """Let steps know a logits processor; a new one has every shape compiled anew when used.
+
+        Raises:
+          InvalidRequestError: it cannot be traced, returns something else than logits, or is one of
+            too many.
+        """
+        if processor in self.processors:
+            return
+        if len(self.processors) == MAX_PROCESSORS:
+            raise InvalidRequestError(
+                f"more than {MAX_PROCESSORS} different logits processors were used; each is "
+                "compiled into the step, so define one function once and use it again"
+            )
+        check_processor(processor, self.model.vocab_size)
+        self.processors = (*self.processors, processor)
 
     def dispatch(self, plan: StepPlan) -> StepOutput | None:
         """Move blocks and compute the chunks, without waiting for the device.
