@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 
@@ -82,7 +81,7 @@ _current: ContextVar[CompileLog | None] = ContextVar("current_compile_log", defa
 def _listen_to_compilations() -> None:
     """JAX tells all listeners of all compilations; the log that this thread uses takes its own."""
 
-    def listen(event: str, _seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         log = _current.get()
         if log is not None and event == _COMPILED:
             log._num_programs += 1

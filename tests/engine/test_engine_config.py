@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
+from pagedjax.memory import block_bytes, default_num_blocks, slot_bytes
 from pagedjax.models.config import NO_WINDOW
 from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_params
 
@@ -31,6 +33,8 @@ from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_
         ("preemption_mode", "drop", "one of .*'recompute'"),
         ("swap_space_bytes", -1, "at least 0"),
         ("host_cache_bytes", -1, "at least 0"),
+        ("num_decode_steps", 0, "at least 1"),
+        ("logits_processors", [len], "a tuple of functions"),
         ("attention", "magic", "one of .*'xla'"),
     ],
 )
@@ -57,6 +61,20 @@ def test_max_model_len_may_not_exceed_the_model_and_defaults_to_it() -> None:
     assert tiny_engine(max_model_len=MAX_POSITION).limits.max_model_len == MAX_POSITION
     with pytest.raises(ConfigError, match=f"is {MAX_POSITION + 1}; .* for {MAX_POSITION} tokens"):
         tiny_engine(max_model_len=MAX_POSITION + 1)
+
+
+def test_the_pool_of_an_accelerator_leaves_room_for_weights_and_slots() -> None:
+    limits = tiny_engine(max_num_seqs=4).limits
+    dtype, size = (
+        np.dtype(np.float32),
+        block_bytes(UNIFORM, limits.block_size, np.dtype(np.float32)),
+    )
+    slots = slot_bytes(UNIFORM, limits)
+    assert slots >= 4 * UNIFORM.vocab_size * 4
+    stats = {"bytes_limit": 2 * (slots + 5 * size) + 1000, "bytes_in_use": 1000 // 2}
+    assert default_num_blocks(UNIFORM, limits, dtype, stats, 0.5) == 5 + 1
+    stats["bytes_in_use"] += size
+    assert default_num_blocks(UNIFORM, limits, dtype, stats, 0.5) == 4 + 1
 
 
 def test_without_num_blocks_the_pool_holds_all_requests_at_full_length() -> None:
