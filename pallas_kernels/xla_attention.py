@@ -81,7 +81,7 @@ def xla_attention(
     """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
     call = _Call(pool, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
     attend = _one_tile_shape if batch_invariant else _tiles_by_length
-    return attend(call, q.astype(jnp.float32), batch)[: len(q)]
+    return attend(call, q.astype(jnp.float32), batch)
 
 
 def _one_tile_shape(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
@@ -96,10 +96,9 @@ def _one_tile_shape(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
     padded_group = 1 << (group - 1).bit_length()
     tile_rows = max(1, _INVARIANT_TILE_ROWS // padded_group)
     more_heads = (0, padded_group - group)
-
-    q = jnp.pad(
-        q.reshape(num_rows, kv_heads, group, head_dim), ((0, tile_rows), (0, 0), more_heads, (0, 0))
-    ).reshape(num_rows + tile_rows, -1, head_dim)
+    q = q.reshape(num_rows, kv_heads, group, head_dim)
+    q = jnp.pad(q, ((0, tile_rows), (0, 0), more_heads, (0, 0)))
+    q = q.reshape(num_rows + tile_rows, kv_heads * padded_group, head_dim)
     if call.sinks is not None:
         sinks = jnp.pad(call.sinks.reshape(kv_heads, group), ((0, 0), more_heads))
         call = call._replace(sinks=sinks.reshape(-1))
@@ -110,7 +109,7 @@ def _one_tile_shape(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
 
 
 def _tiles_by_length(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array:
-    """f32[N + R, H, D]: tiles as large as each chunk fills, decodes on their own."""
+    """f32[N, H, D]: tiles as large as each chunk fills, decodes on their own."""
     num_rows, num_heads, _ = q.shape
     short, long = (
         max(1, min(num_rows, rows * call.pool.shape[2] // num_heads))
@@ -126,7 +125,7 @@ def _tiles_by_length(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array
         chosen = ~is_decode & ((lengths <= short) | (long == short))
         out = _loop_over_tiles(call, q, out, batch, chosen, short, _PREFILL_KEYS)
     # One loop over sequences is best where a loop step is cheap; elsewhere all of them at once.
-    return lax.platform_dependent(
+    out = lax.platform_dependent(
         q,
         out,
         batch,
@@ -134,6 +133,7 @@ def _tiles_by_length(call: _Call, q: jax.Array, batch: RaggedBatch) -> jax.Array
         cpu=functools.partial(_loop_over_tiles, call, tile_rows=1, keys_per_step=_DECODE_KEYS),
         default=functools.partial(_decode_together, call),
     )
+    return out[:num_rows]
 
 
 def _loop_over_tiles(
