@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pagedjax.models.decoder import INVARIANT_ROWS
+
 _MIN_PREFILL = 16
 
 
@@ -13,7 +15,8 @@ class Buckets:
     prompt in it has a power of two of tokens, and one sequence or the most there can be: the price
     of padding sequences is small there, and the number of programs to compile stays so too.
 
-    With `is_single` every step has the largest shape, so that one program computes every token.
+    With `is_single` every step has the largest shape, so that one program computes every token; both
+    numbers are rounded up to what leaves no rows over, which some loops round differently.
     """
 
     max_num_seqs: int
@@ -23,7 +26,10 @@ class Buckets:
     def pick(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
         """The smallest bucket that holds the step."""
         if self.is_single:
-            return self.max_num_batched_tokens, self.max_num_seqs
+            tokens = -(-self.max_num_batched_tokens // INVARIANT_ROWS) * INVARIANT_ROWS
+            few = 1 << (self.max_num_seqs - 1).bit_length()
+            many = -(-self.max_num_seqs // INVARIANT_ROWS) * INVARIANT_ROWS
+            return tokens, min(few, many)
         if num_tokens == num_seqs:
             size = self._round_up(num_seqs, self.max_num_seqs)
             return size, size

@@ -41,7 +41,8 @@ class EngineConfig:
       deterministic: tokens and log-probabilities of a request are the same bit by bit, whatever
         else is served, in which order and chunks, from which cache, and however often it is
         preempted. Every step has the largest shape, `max_num_batched_tokens` tokens, so keep that
-        small; it excludes `num_decode_steps`.
+        small; it excludes `num_decode_steps`. Another configuration, jax version or kind of machine
+        may round differently.
       logits_processors: those that requests may bring, if `LLMEngine.warmup` is to compile them.
       compilation_cache: keep compiled programs on disk, in the user's cache directory, unless JAX
         has been given another place (`jax_compilation_cache_dir`). A setting of the whole process.

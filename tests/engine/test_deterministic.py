@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagedjax.buckets import Buckets
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
 from pagedjax.models.config import DecoderConfig
@@ -126,9 +127,13 @@ def test_200_random_schedules_give_the_same_bits(model: str, dtype: Any) -> None
     check_schedules(dataclasses.replace(MODELS[model], dtype=dtype), 200)
 
 
-def test_every_step_has_the_largest_shape() -> None:
-    engine = tiny_engine(deterministic=True, max_num_batched_tokens=16)
-    assert engine.runner.buckets.all() == [(16, 4)]
+def test_every_step_has_the_largest_shape_rounded_up() -> None:
+    for seqs, tokens, shape in ((4, 16, (16, 4)), (3, 17, (32, 4)), (5, 5, (16, 8))):
+        engine = tiny_engine(deterministic=True, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        assert engine.runner.buckets.all() == [shape]
+        assert engine.runner.buckets.pick(1, 1) == shape
+    assert Buckets(34, 100, is_single=True).all() == [(112, 48)]
+    assert Buckets(17, 1024, is_single=True).all() == [(1024, 32)]
 
 
 def test_several_steps_at_once_are_another_program_and_refused() -> None:
