@@ -3,10 +3,12 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, StepInput, abstract_params, bind
@@ -58,6 +60,17 @@ def test_a_llama_is_under_25_arrays() -> None:
     assert len(jax.tree.leaves(params)) < 25
 
 
+@pytest.fixture
+def _nothing_is_kept() -> Iterator[None]:
+    """The persistent cache of the session keeps no program, so every compilation is one."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("_nothing_is_kept")
 def test_32_layers_compile_like_4() -> None:
     shallow, deep = tiny(4), tiny(32)
     compile_seconds(shallow)
