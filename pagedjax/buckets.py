@@ -15,8 +15,8 @@ class Buckets:
     prompt in it has a power of two of tokens, and one sequence or the most there can be: the price
     of padding sequences is small there, and the number of programs to compile stays so too.
 
-    With `is_single` every step has the largest shape, so that one program computes every token; both
-    numbers are rounded up to what leaves no rows over, which some loops round differently.
+    With `is_single` every step has the largest shape, so that one program computes every token;
+    both numbers are rounded up to what leaves no rows over, which some loops round differently.
     """
 
     max_num_seqs: int

@@ -212,7 +212,8 @@ class LLMEngine:
         output = self.runner.dispatch(plan)
         self.scheduler.update(plan)
         if output is not None:
-            for values in jax.tree.leaves(output.sampled):
+            sampled = output.sampled
+            for values in jax.tree.leaves(sampled if plan.wants_logprobs else sampled.token_ids):
                 values.copy_to_host_async()  # so that it comes while the next step runs
             compiled = self.compiles.num_programs > num_compiled
             self._in_flight.append(_StepInFlight(plan, output, compiled, started))

@@ -5,6 +5,7 @@ import operator
 import time
 
 import jax
+import numpy as np
 
 from pagedjax.batch import targets_of
 from pagedjax.beam_search import BeamSearch
@@ -43,11 +44,11 @@ class OutputProcessor:
         self.scheduler.collect(plan)
         if all(not request.sequences for request in plan.requests):
             return []  # nobody is there any more
-        sampled = jax.device_get(output.sampled)
+        steps = _fetch(plan, output.sampled)
         now = time.monotonic()
         if output.prompt is not None:
             self._take_prompt_logprobs(plan, output.prompt)
-        touched = self._take_tokens(plan, sampled, now)
+        touched = self._take_tokens(plan, steps, now)
         return [self.report(tracked) for tracked in touched if tracked.is_reported]
 
     def finish(self, tracked: TrackedRequest, seq: Sequence, reason: FinishReason) -> None:
@@ -64,12 +65,9 @@ class OutputProcessor:
         return tracked.output()
 
     def _take_tokens(
-        self, plan: StepPlan, sampled: SamplerOutput, now: float
+        self, plan: StepPlan, steps: list[SamplerOutput], now: float
     ) -> list[TrackedRequest]:
         """Give every sequence its tokens; returns the requests that got some."""
-        steps = [sampled]
-        if plan.num_steps > 1:
-            steps = [jax.tree.map(operator.itemgetter(i), sampled) for i in range(plan.num_steps)]
         touched: dict[TrackedRequest, None] = {}
         times: dict[int, list[float | None]] = {}
         samplers = ((seq, chunk.num_tokens) for chunk in plan.chunks for seq in chunk.samplers)
@@ -165,6 +163,18 @@ class OutputProcessor:
                 for _ in positions:
                     request.prompt_logprobs.append(_token_logprobs(found, row, count))
                     row += 1
+
+
+def _fetch(plan: StepPlan, sampled: SamplerOutput) -> list[SamplerOutput]:
+    """The results of each of the plan's steps, on the host; log-probabilities only if wanted."""
+    if not plan.wants_logprobs:
+        token_ids = np.asarray(sampled.token_ids)
+        each = token_ids if plan.num_steps > 1 else [token_ids]
+        return [dataclasses.replace(sampled, token_ids=ids) for ids in each]
+    sampled = jax.device_get(sampled)
+    if plan.num_steps == 1:
+        return [sampled]
+    return [jax.tree.map(operator.itemgetter(i), sampled) for i in range(plan.num_steps)]
 
 
 def _token_logprobs(found: SamplerOutput | PromptLogprobs, row: int, count: int) -> TokenLogprobs:

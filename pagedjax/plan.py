@@ -59,6 +59,11 @@ class StepPlan:
         return [sequence for chunk in self.chunks for sequence in chunk.samplers]
 
     @functools.cached_property
+    def wants_logprobs(self) -> bool:
+        """Whether any of them wants log-probabilities."""
+        return any(seq.request.params.wants_logprobs for seq in self.samplers)
+
+    @functools.cached_property
     def requests(self) -> list[Request]:
         """Whose tokens are computed, each once."""
         return list({chunk.sequence.request: None for chunk in self.chunks})

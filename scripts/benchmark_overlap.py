@@ -3,7 +3,8 @@
 A small random model, so that the host shows, decodes for 1, 32 and 256 requests. Three loops take
 turns, so that all see the same moods of the machine:
 
-  device      the compiled step alone, its batch on the device already: what a step takes at least
+  device      the compiled step alone, a batch of the same contexts on the device already: what a
+              step takes at least
   overlapped  `LLMEngine.step`, which dispatches a step before the last one's tokens are there
   in turn     the same with `async_scheduling` off
 
@@ -20,7 +21,6 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from pagedjax.models.decoder import Params, random_params
 from pagedjax.models.rope import RopeConfig
 from pagedjax.options import RequestOptions
 from pagedjax.plan import StepPlan
+from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
 
 _PROMPT_LEN = 16
@@ -138,33 +139,31 @@ class Decoding:
         processor.take = watched_take  # type: ignore[method-assign]
 
 
-def device_loop(decoding: Decoding) -> Callable[[int], float]:
-    """Runs the compiled step on its own; the function returns seconds a step."""
-    runner, plan = decoding.engine.runner, decoding.plan
+def device_seconds(runner: Runner, decoding: Decoding, steps: int) -> float:
+    """Seconds of the compiled step on its own, with contexts as long as those of `decoding`."""
+    plan = decoding.plan
     assert plan is not None
     size = len(plan.chunks)
-    shape = runner.buckets.pick(size, size)
-    batch = jax.device_put(runner._batch(plan, *shape))
-
-    def run(steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            output = runner.run_batch(batch)
-        jax.block_until_ready(output)
-        return (time.perf_counter() - start) / steps
-
-    run(_WARM_STEPS)
-    return run
+    batch = jax.device_put(runner._batch(plan, *runner.buckets.pick(size, size)))
+    jax.block_until_ready(runner.run_batch(batch))
+    start = time.perf_counter()
+    for _ in range(steps):
+        output = runner.run_batch(batch)
+    jax.block_until_ready(output)
+    return (time.perf_counter() - start) / steps
 
 
 def measure(model: DecoderConfig, requests: int, turns: int, steps: int) -> Row:
     """Let the three loops take turns of `steps` steps."""
     params = random_params(model, jax.default_backend())
     total = (turns + 1) * steps + 4 * _WARM_STEPS
-    alone = device_loop(Decoding(model, params, requests, total))
+    alone = Decoding(model, params, requests, total).engine.runner
     overlapped = Decoding(model, params, requests, total)
     in_turn = Decoding(model, params, requests, total, async_scheduling=False)
-    found = [(alone(steps), overlapped.run(steps), in_turn.run(steps)) for _ in range(turns)]
+    found = [
+        (device_seconds(alone, overlapped, steps), overlapped.run(steps), in_turn.run(steps))
+        for _ in range(turns)
+    ]
     device = statistics.median(turn[0] for turn in found)
     both = [[statistics.median(turn[i][part] for turn in found) for part in (0, 1)] for i in (1, 2)]
     (wall, host), (wall_in_turn, host_in_turn) = both
@@ -210,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model = small_model(args.layers, args.hidden)
     rows = [measure(model, requests, args.turns, args.steps) for requests in args.requests]
-    Console().print(make_table(rows))
+    Console(width=110).print(make_table(rows))
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
 
