@@ -37,7 +37,8 @@ class EngineConfig:
       async_scheduling: dispatch a step before the tokens of the one before are on the host, so that
         the host's work hides behind the device's. Outputs come one step later, and are the same.
       num_decode_steps: while all running requests decode and nobody can join them, let the device
-        run so many steps in one go. Outputs come as many tokens at a time, and are the same.
+        run so many steps in one go. Outputs come as many tokens at a time, and are the same. For
+        accelerators: on CPU with 16-bit weights it is slower.
       deterministic: tokens and log-probabilities of a request are the same bit by bit, whatever
         else is served, in which order and chunks, from which cache, and however often it is
         preempted. Every step has the largest shape, `max_num_batched_tokens` tokens, so keep that
