@@ -22,20 +22,16 @@ from pagedjax.plan import StepPlan
 from pagedjax.request import TokenLogprobs
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
-from tests.engine.tiny import UNIFORM, oracle_greedy, oracle_logprobs, tiny_engine
+from tests.engine.tiny import (
+    UNIFORM,
+    in_one_shape,
+    oracle_greedy,
+    oracle_logprobs,
+    tiny_engine,
+)
 
 MAX_NUM_SEQS, MAX_TOKENS = 8, 16
 MAX_HOST_BLOCKS = 500
-
-
-class _OneShape:
-    """In the place of `Buckets`: every step is as large as the largest."""
-
-    def pick(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        return MAX_TOKENS, MAX_NUM_SEQS
-
-    def all(self) -> list[tuple[int, int]]:
-        return [(MAX_TOKENS, MAX_NUM_SEQS)]
 
 
 def fresh_engine(
@@ -54,7 +50,7 @@ def fresh_engine(
     Unless `async_scheduling` is asked for, every step brings its own results: what happens at which
     step is easier to say then.
     """
-    config.setdefault("async_scheduling", False)
+    config = {"async_scheduling": False, "check_invariants": True, **config}
     host_bytes = MAX_HOST_BLOCKS * block_bytes(model, block_size, np.dtype(np.float32))
     engine = tiny_engine(
         model,
@@ -62,10 +58,9 @@ def fresh_engine(
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         swap_space_bytes=host_bytes,
-        check_invariants=True,
         **config,
     )
-    engine.runner.buckets = _OneShape()  # type: ignore[assignment]
+    in_one_shape(engine)
     limits = dataclasses.replace(
         engine.limits, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )

@@ -18,7 +18,14 @@ from pagedjax.llm import LLM
 from pagedjax.outputs import RequestOutput
 from pagedjax.request import FinishReason
 from pagedjax.sampling_params import SamplingParams
-from tests.engine.tiny import UNIFORM, oracle_greedy, random_prompts, tiny_engine, tiny_tokenizer
+from tests.engine.tiny import (
+    UNIFORM,
+    in_one_shape,
+    oracle_greedy,
+    random_prompts,
+    tiny_engine,
+    tiny_tokenizer,
+)
 
 T = TypeVar("T")
 LONG = 40  # tokens, for requests that are to be interrupted
@@ -33,7 +40,7 @@ def shared_engine() -> LLMEngine:
         swap_space_bytes=0,  # else the invariants of a million host blocks are checked
         check_invariants=True,
     )
-    engine.warmup()
+    in_one_shape(engine).warmup()
     return engine
 
 

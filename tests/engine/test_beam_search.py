@@ -32,6 +32,7 @@ from pagedjax.llm import LLM
 from pagedjax.models.checkpoint import load_hf
 from pagedjax.request import FinishReason
 from pagedjax.sampling_params import MAX_LOGPROBS
+from tests.engine.tiny import in_one_shape
 from tests.models.forward import prompt_logits
 
 NAN, INF = float("nan"), float("inf")
@@ -460,7 +461,7 @@ def test_the_engine_finds_what_transformers_finds(name: str) -> None:
     settings = EngineConfig(
         dtype="float32", block_size=4, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=32
     )
-    llm = LLM(LLMEngine(config, params, None, settings))
+    llm = LLM(in_one_shape(LLMEngine(config, params, None, settings)))
     pool = llm.engine.scheduler.pool
     own = [case for case in CASES if case["model"] == name]
     for beam_params, group in itertools.groupby(own, key=params_of):

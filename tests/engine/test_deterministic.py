@@ -65,6 +65,7 @@ def random_engine(model: DecoderConfig, random: Random) -> LLMEngine:
     return fresh_engine(
         model,
         deterministic=True,
+        check_invariants=False,  # other tests do, and it takes longer than all else
         usable_blocks=usable,
         host_blocks=random.choice([0, 10, 100]),
         host_cache_bytes=random.choice([0, 1]),
@@ -98,10 +99,10 @@ def serve_at_random(engine: LLMEngine, random: Random) -> dict[int, RequestOutpu
     return {number_of[request_id]: output for request_id, output in finished.items()}
 
 
-def check_schedules(model: DecoderConfig, count: int) -> None:
+def check_schedules(model: DecoderConfig, count: int, first: int = 0) -> None:
     bits = expected(model)
     preemptions = hits = 0
-    for seed in range(count):
+    for seed in range(first, first + count):
         random = Random(seed)
         engine = random_engine(model, random)
         outputs = serve_at_random(engine, random)
@@ -122,9 +123,10 @@ def test_a_few_random_schedules_give_the_same_bits(model: str, dtype: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-def test_200_random_schedules_give_the_same_bits(model: str, dtype: Any) -> None:
-    check_schedules(dataclasses.replace(MODELS[model], dtype=dtype), 200)
+@pytest.mark.parametrize(("model", "first"), [("uniform", 0), ("sliding", 100)])
+def test_200_random_schedules_give_the_same_bits(model: str, first: int, dtype: Any) -> None:
+    """200 of each dtype, half of them of each model."""
+    check_schedules(dataclasses.replace(MODELS[model], dtype=dtype), 100, first)
 
 
 def test_every_step_has_the_largest_shape_rounded_up() -> None:

@@ -23,6 +23,7 @@ from tests.engine.tiny import (
     SLIDING,
     UNIFORM,
     generate,
+    in_one_shape,
     oracle_greedy,
     oracle_logprobs,
     random_prompts,
@@ -51,7 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLMEngine]:
     """One engine of each kind; its programs compile once, in whichever test needs them first."""
-    return {
+    made = {
         name: tiny_engine(
             MODELS[str(settings["model"])],
             tiny_tokenizer() if name == "roomy" else None,
@@ -59,6 +60,9 @@ def engines() -> dict[str, LLMEngine]:
         )
         for name, settings in ENGINES.items()
     }
+    for name in ("tight", "sliding-roomy"):
+        in_one_shape(made[name])
+    return made
 
 
 @pytest.fixture(params=ENGINES)
@@ -504,23 +508,16 @@ def _double(logits: jax.Array, _: LogitsContext) -> jax.Array:
     return logits * 2
 
 
-@pytest.mark.parametrize(
-    ("committed", "num_decode_steps"),
-    [(False, 1), (True, 3)],
-    ids=["made here", "put on a device, ahead"],
-)
-def test_after_warm_up_no_request_compiles_anything(committed: bool, num_decode_steps: int) -> None:
+def test_after_warm_up_no_request_compiles_anything() -> None:
     engine = tiny_engine(
         SLIDING,
         block_size=4,
         max_num_seqs=3,
         max_num_batched_tokens=5,
         num_blocks=60,
-        num_decode_steps=num_decode_steps,
+        num_decode_steps=3,
         logits_processors=(_halve,),
     )
-    if committed:  # as a checkpoint's are
-        engine.runner.params = jax.device_put(engine.runner.params, jax.devices()[0])
     jax.clear_caches()  # engines of one model share what they compile
     with counted_compiles() as compiles:
         num_buckets = engine.warmup()

@@ -12,7 +12,7 @@ from pagedjax.llm import LLM
 from pagedjax.options import RequestOptions
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import Tokenizer
-from tests.engine.tiny import tiny_engine, tiny_tokenizer
+from tests.engine.tiny import in_one_shape, tiny_engine, tiny_tokenizer
 
 TEMPLATES = {
     # Words of the tiny vocabulary: a role's word, then the content.
@@ -41,7 +41,7 @@ def engine() -> LLMEngine:
         eos_token_ids=plain.eos_token_ids,
         chat_templates=TEMPLATES,
     )
-    return tiny_engine(tokenizer=tokenizer, max_num_seqs=2, max_num_batched_tokens=8)
+    return in_one_shape(tiny_engine(tokenizer=tokenizer, max_num_seqs=2, max_num_batched_tokens=8))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.engine.tiny import (
     SLIDING,
     UNIFORM,
     generate,
+    in_one_shape,
     random_prompts,
     tiny_engine,
     tiny_tokenizer,
@@ -125,6 +126,7 @@ def test_in_a_batch_of_32(overlaps: bool, num_decode_steps: int) -> None:
         async_scheduling=overlaps,
         num_decode_steps=num_decode_steps,
     )
+    in_one_shape(engine)
     each = [*PARAMS.values()]
     others = [each[i % len(each)] for i in range(31)]
     for place in (0, 16, 31):

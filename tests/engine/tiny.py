@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import tokenizers
 
+from pagedjax.buckets import Buckets
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
@@ -86,6 +87,20 @@ def tiny_engine(
     """An engine for at most 4 requests a step, with few shapes to compile."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, **overrides}
     return LLMEngine(model, tiny_params(model), tokenizer, EngineConfig(**settings))
+
+
+class _OneShape(Buckets):
+    """Every step is as large as the largest."""
+
+    def pick(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        return self.max_num_batched_tokens, self.max_num_seqs
+
+
+def in_one_shape(engine: LLMEngine) -> LLMEngine:
+    """Compile one shape of step alone, where the choice of shapes does not matter."""
+    limits = engine.limits
+    engine.runner.buckets = _OneShape(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return engine
 
 
 def tiny_tokenizer() -> Tokenizer:
