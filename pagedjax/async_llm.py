@@ -93,7 +93,8 @@ class AsyncLLM:
         self._enter()
         async with self._room:
             with self._slot() as slot:
-                self._worker.add(slot, prompt, params, request_id, options)
+                add = self.engine.add_request  # called by the worker's thread
+                self._worker.add(slot, functools.partial(add, prompt, params, request_id, options))
                 try:
                     while not (output := await slot.take()).finished:
                         yield output
@@ -268,16 +269,9 @@ class _Worker:
         """Abort all requests and end, behind the commands that came before."""
         self._commands.put(None)
 
-    def add(
-        self,
-        slot: _Slot[RequestOutput],
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions | None,
-    ) -> None:
-        """Add a request; its outputs, or the error that refuses it, go to the slot."""
-        self._commands.put(functools.partial(self._add, slot, prompt, params, request_id, options))
+    def add(self, slot: _Slot[RequestOutput], add: Callable[[], str]) -> None:
+        """Add a request by `add`; its outputs, or the error that refuses it, go to the slot."""
+        self._commands.put(functools.partial(self._add, slot, add))
 
     def drop(self, slot: _Slot[RequestOutput]) -> None:
         """Abort the request of a slot, which nobody reads any more."""
@@ -314,16 +308,9 @@ class _Worker:
             command()
         return True
 
-    def _add(
-        self,
-        slot: _Slot[RequestOutput],
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions | None,
-    ) -> None:
+    def _add(self, slot: _Slot[RequestOutput], add: Callable[[], str]) -> None:
         try:
-            slot.request_id = self.engine.add_request(prompt, params, request_id, options)
+            slot.request_id = add()
         except Exception as error:
             self._post({slot: error})
         else:

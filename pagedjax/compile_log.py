@@ -19,7 +19,7 @@ class Compilation:
     """Programs that one call had to wait for.
 
     Attributes:
-      what: the call, e.g. "step (16 tokens, 4 sequences)".
+      what: the call, e.g. "step of 16 tokens, 4 sequences".
       num_programs: how many were compiled, or found in JAX's persistent cache.
       seconds: the whole call, tracing and lowering included.
     """

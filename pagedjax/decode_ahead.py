@@ -10,7 +10,7 @@ from pagedjax.batch import FROM_STATE, Batch, StopInput
 from pagedjax.logits import LogitsProcessor
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params
-from pagedjax.sampler import SamplerOutput
+from pagedjax.sampler import SamplerOutput, nothing_sampled
 from pagedjax.sampling_input import STOPS
 from pagedjax.step import EngineState, step
 from pallas_kernels import row_sequences
@@ -35,10 +35,8 @@ def decode_ahead(
       The results of all steps, stacked: arrays [max_steps, S, ...]. What stands behind the token
       that stopped a sequence means nothing.
     """
-    one_step = jax.eval_shape(
-        lambda p, s, b: step(config, processors, p, s, b)[1].sampled, params, state, batch
-    )
-    results = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), one_step)
+    one_step = nothing_sampled(len(stop.num_steps), config.vocab_size)
+    results = jax.tree.map(lambda x: jnp.broadcast_to(x, (max_steps, *x.shape)), one_step)
 
     def is_going(carry: tuple) -> jax.Array:
         i, _, alive, _ = carry

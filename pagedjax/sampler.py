@@ -81,10 +81,15 @@ def sample(
         found = _sample_tile(logits[rows], own, slots, processors)
         return jax.tree.map(lambda all, some: all.at[into].set(some, mode="drop"), out, found)
 
-    width = min(MAX_LOGPROBS, vocab)
     greedy = likeliest.argmax(chunked(logits))
-    start = SamplerOutput(greedy, *_no_logprobs(num_seqs, width))
+    start = dataclasses.replace(nothing_sampled(num_seqs, vocab), token_ids=greedy)
     return lax.fori_loop(0, (count + tile - 1) // tile, compute, start)
+
+
+def nothing_sampled(num_seqs: int, vocab: int) -> SamplerOutput:
+    """All zero."""
+    no_logprobs = _no_logprobs(num_seqs, min(MAX_LOGPROBS, vocab))
+    return SamplerOutput(jnp.zeros(num_seqs, jnp.int32), *no_logprobs)
 
 
 def rows_with_options(sampling: SamplingInput) -> tuple[jax.Array, jax.Array]:

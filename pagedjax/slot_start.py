@@ -27,59 +27,40 @@ def slot_start(seq: Sequence | None, limits: SchedulerConfig, vocab_size: int) -
 
     Without a sequence, for warm-up: nothing, of a slot that does not exist.
     """
-    start = _Start(limits, vocab_size)
+    arrays: dict[str, Any] = {  # of numpy; they stand for `jax.Array`s until they are dispatched
+        "slot": np.array(limits.max_num_seqs, np.int32),
+        "token_ids": np.zeros(limits.max_model_len, np.int32),
+        "prompt_len": np.array(0, np.int32),
+        "length": np.array(0, np.int32),
+        "forbidden": np.zeros(vocab_size, bool),
+        "stops": np.zeros(vocab_size, bool),
+        "bias_ids": np.full(MAX_LOGIT_BIAS, vocab_size, np.int32),
+        "bias": np.zeros(MAX_LOGIT_BIAS, np.float32),
+        "bad_words": np.full((MAX_BAD_WORDS, TAIL), -1, np.int32),
+    }
     if seq is not None:
-        start.set_tokens(seq)
-        start.set_wishes(seq.request)
-    return start.arrays()
+        _set_tokens(arrays, seq)
+        _set_wishes(arrays, seq.request)
+    return SlotStart(**arrays)
 
 
-class _Start:
-    """Numpy arrays to be filled in."""
-
-    def __init__(self, limits: SchedulerConfig, vocab_size: int):
-        self.slot, self.prompt_len, self.length = limits.max_num_seqs, 0, 0
-        self.token_ids = np.zeros(limits.max_model_len, np.int32)
-        self.forbidden, self.stops = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
-        self.bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
-        self.bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
-        self.bad_words = np.full((MAX_BAD_WORDS, TAIL), -1, np.int32)
-
-    def set_tokens(self, seq: Sequence) -> None:
-        assert seq.slot is not None
-        assert not seq.num_pending
-        self.slot = seq.slot
-        self.prompt_len, self.length = seq.request.prompt_len, len(seq.token_ids)
-        self.token_ids[: self.length] = seq.token_ids
-
-    def set_wishes(self, request: Request) -> None:
-        params = request.params
-        if params.allowed_token_ids is not None:
-            self.forbidden[:] = True
-            self.forbidden[list(params.allowed_token_ids)] = False
-        self.stops[list(request.stop_token_ids)] = True
-        for i, (token_id, value) in enumerate(params.logit_bias.items()):
-            self.bias_ids[i], self.bias[i] = token_id, value
-        for i, word in enumerate(request.bad_word_ids):
-            self.bad_words[i, TAIL - len(word) :] = word
-
-    def arrays(self) -> SlotStart:
-        def scalar(value: int) -> Any:
-            return np.array(value, np.int32)
-
-        return SlotStart(
-            slot=scalar(self.slot),
-            token_ids=_device(self.token_ids),
-            prompt_len=scalar(self.prompt_len),
-            length=scalar(self.length),
-            forbidden=_device(self.forbidden),
-            stops=_device(self.stops),
-            bias_ids=_device(self.bias_ids),
-            bias=_device(self.bias),
-            bad_words=_device(self.bad_words),
-        )
+def _set_tokens(arrays: dict[str, Any], seq: Sequence) -> None:
+    assert seq.slot is not None
+    assert not seq.num_pending
+    length = len(seq.token_ids)
+    arrays["slot"][...] = seq.slot
+    arrays["token_ids"][:length] = seq.token_ids
+    arrays["prompt_len"][...] = seq.request.prompt_len
+    arrays["length"][...] = length
 
 
-def _device(values: np.ndarray) -> Any:
-    """A numpy array; it stands for a `jax.Array` until it is dispatched, hence Any."""
-    return values
+def _set_wishes(arrays: dict[str, Any], request: Request) -> None:
+    params = request.params
+    if params.allowed_token_ids is not None:
+        arrays["forbidden"][:] = True
+        arrays["forbidden"][list(params.allowed_token_ids)] = False
+    arrays["stops"][list(request.stop_token_ids)] = True
+    for i, (token_id, value) in enumerate(params.logit_bias.items()):
+        arrays["bias_ids"][i], arrays["bias"][i] = token_id, value
+    for i, word in enumerate(request.bad_word_ids):
+        arrays["bad_words"][i, TAIL - len(word) :] = word
