@@ -13,6 +13,7 @@ from pagedjax.sampler import SamplerOutput, begin, sample
 from pagedjax.sampling_input import TAIL, SamplingInput, SlotStart, SlotState
 from pagedjax.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from pagedjax.slot_start import empty_slots
+from tests.engine.sampling_oracle import Options
 
 jitted_sample = jax.jit(sample, static_argnums=3)
 jitted_begin = jax.jit(begin)
@@ -85,6 +86,19 @@ def make_start(
         bad_words=words,
     )
     return jax.tree.map(jnp.asarray, start)
+
+
+def begun_as(options: Options, vocab: int) -> SlotState:
+    """`begun` with what the options say of the slot."""
+    return begun(
+        vocab,
+        prompt=options.prompt,
+        output=options.output,
+        allowed=options.allowed,
+        stops=options.stops,
+        bias=options.bias,
+        bad_words=options.bad_words,
+    )
 
 
 def begun(vocab: int, **start: Any) -> SlotState:

@@ -23,7 +23,7 @@ from pagedjax.sampling_input import (
 from pagedjax.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from pagedjax.slot_start import empty_slots
 from tests.engine import sampling_oracle
-from tests.engine.draws import begun, draw, jitted_begin, make_input, make_start
+from tests.engine.draws import begun, begun_as, draw, jitted_begin, make_input, make_start
 from tests.engine.sampling_oracle import Options
 
 VOCAB = 40
@@ -39,15 +39,7 @@ def normal(vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
 
 def adjusted(logits: np.ndarray, options: Options) -> np.ndarray:
     """f32[V], of a row whose slot starts as `options` say."""
-    slots = begun(
-        len(logits),
-        prompt=options.prompt,
-        output=options.output,
-        allowed=options.allowed,
-        stops=options.stops,
-        bias=options.bias,
-        bad_words=options.bad_words,
-    )
+    slots = begun_as(options, len(logits))
     sampling = make_input(
         1,
         adjusts=True,

@@ -10,7 +10,7 @@ from jax.extend.random import threefry_2x32
 
 from pagedjax.logits import LogitsContext
 from pagedjax.noise import gumbel, threefry2x32
-from tests.engine.draws import begun, draw
+from tests.engine.draws import begun_as, draw
 from tests.engine.sampling_oracle import Options, probabilities
 
 VOCAB = 24
@@ -115,15 +115,7 @@ def counts_of(case: str, stream: str) -> np.ndarray:
     options, each = options_of(case), np.arange(NUM_DRAWS) + POSITION
     where = {"position": POSITION, "seed": each} if stream == "seeds" else {"position": each}
     position = where["position"]
-    slots = begun(
-        VOCAB,
-        prompt=options.prompt,
-        output=options.output,
-        allowed=options.allowed,
-        stops=options.stops,
-        bias=options.bias,
-        bad_words=options.bad_words,
-    )
+    slots = begun_as(options, VOCAB)
     out = draw(
         some_logits(),
         slots,
