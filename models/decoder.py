@@ -26,11 +26,10 @@ from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
     Implementation,
     RaggedBatch,
-    paged_attention,
+    paged_attention_and_write,
     slot_mapping,
     storage_dtype,
     to_storage,
-    write_kv,
 )
 
 INVARIANT_ROWS = 16  # a whole vector of rows: compilers may round a loop's left-over rows otherwise
@@ -45,7 +44,8 @@ class KVCache:
     """The pool of all layers.
 
     Attributes:
-      pool: [Lg, P, KVH, T, 2 * D] as stored; scales: None for unquantized pools.
+      pool: [Lg, P, KVH, T, 2 * lanes] as stored (see `head_lanes`).
+      scales: None for unquantized pools.
       dtype: what the pool's elements mean.
       implementation: which attention kernel reads it; None picks one.
       batch_invariant: a token's bits depend on its own sequence alone (see `paged_attention`),
@@ -127,16 +127,15 @@ class Block(nnx.Module):
         """x f32[N, hidden]; rope f32[R, N, D / 2] each; slots i32[G, N] each."""
         c = self.config
         q, k, v = self._project(x, rope[0][info.rope], rope[1][info.rope])
-        block, slot = slots[0][info.group], slots[1][info.group]
-        pool, scales = write_kv(
-            cache.pool, cache.scales, info.index, k, v, block, slot, kv_dtype=cache.dtype
-        )
-        attended = paged_attention(
+        attended, pool, scales = paged_attention_and_write(
             q,
-            pool,
-            scales,
+            k,
+            v,
+            cache.pool,
+            cache.scales,
             info.index,
             step.of_group(info.group),
+            slots=(slots[0][info.group], slots[1][info.group]),
             sm_scale=c.attn_scale,
             soft_cap=c.attn_soft_cap,
             window=info.window,
@@ -238,7 +237,7 @@ class Decoder(nnx.Module):
         chex.assert_equal_shape([token_ids, step.positions])
         chex.assert_shape(step.query_start, (num_seqs + 1,))
         chex.assert_shape(step.block_tables, (c.kv_layout.num_groups, num_seqs, None))
-        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, 2 * c.head_dim)
+        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, None)
         chex.assert_shape(cache.pool, pool)
         if cache.batch_invariant:
             chex.assert_is_divisible(len(token_ids), INVARIANT_ROWS)

@@ -19,7 +19,7 @@ class EngineConfig:
     Attributes:
       dtype: of weights and matrix products; "auto" takes the checkpoint's.
       kv_cache_dtype: of the pool; "auto" takes `dtype`.
-      block_size: tokens a block.
+      block_size: tokens a block; None takes 16, and on TPU at least 64 (see `default_block_size`).
       num_blocks: physical blocks of the pool, the null block included; None sizes the pool from
         free memory (`memory_utilization` of an accelerator's memory, at most 4 GiB on CPU).
       max_model_len: most tokens of a request, prompt and output; None takes the model's maximum.
@@ -60,7 +60,7 @@ class EngineConfig:
 
     dtype: Dtype = "auto"
     kv_cache_dtype: Dtype = "auto"
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -81,7 +81,8 @@ class EngineConfig:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        self._require("block_size", 1 <= self.block_size <= 1024, "in [1, 1024]")
+        sizes = self.block_size is None or 1 <= self.block_size <= 1024
+        self._require("block_size", sizes, "None or in [1, 1024]")
         few = self.num_blocks is not None and self.num_blocks < 2
         self._require("num_blocks", not few, "at least 2 (block 0 is the null block)")
         short = self.max_model_len is not None and self.max_model_len < 2

@@ -8,6 +8,7 @@ from collections import deque
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pagedjax.bad_words import bad_word_ids
 from pagedjax.beam_search import BeamSearch, BeamSearchParams
@@ -19,7 +20,7 @@ from pagedjax.compilation_cache import enable_compilation_cache
 from pagedjax.compile_log import CompileLog
 from pagedjax.config import EngineConfig
 from pagedjax.errors import ConfigError, InvalidRequestError
-from pagedjax.memory import block_bytes, default_num_blocks
+from pagedjax.memory import block_bytes, default_block_size, default_num_blocks
 from pagedjax.metrics import EngineMetrics, EngineSnapshot
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, check_same_shapes
@@ -37,6 +38,7 @@ from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
+from pallas_kernels import Implementation, choose_implementation, storage_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +76,20 @@ class LLMEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
-        self.limits = _limits(model, config)
+        device = jax.devices()[0]
+        self.limits = _limits(model, config, device.platform)
         if config.compilation_cache:
             enable_compilation_cache()
-        device = jax.devices()[0]
         kv_dtype = jnp.dtype(
             model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         )
         num_blocks = config.num_blocks or default_num_blocks(
-            model, self.limits, kv_dtype, device.memory_stats(), config.memory_utilization
+            model,
+            self.limits,
+            kv_dtype,
+            device.memory_stats(),
+            config.memory_utilization,
+            device.platform,
         )
         state = init_state(
             model,
@@ -90,10 +97,10 @@ class LLMEngine:
             num_blocks=num_blocks,
             kv_dtype=kv_dtype,
             platform=device.platform,
-            attention=config.attention,
+            attention=_attention(config.attention, self.limits, kv_dtype, device.platform),
             batch_invariant=config.deterministic,
         )
-        size = block_bytes(model, config.block_size, kv_dtype)
+        size = block_bytes(model, self.limits.block_size, kv_dtype, device.platform)
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
         # Committed to the device as every step's result is: a difference would compile twice.
         state, params = jax.device_put((state, params), device)
@@ -333,7 +340,26 @@ class LLMEngine:
         return ()
 
 
-def _limits(model: DecoderConfig, config: EngineConfig) -> SchedulerConfig:
+def _attention(
+    wanted: Implementation | None, limits: SchedulerConfig, kv_dtype: np.dtype, platform: str
+) -> Implementation:
+    """The kernel to use; a named one that cannot serve the model is refused here."""
+    try:
+        return choose_implementation(
+            wanted,
+            platform,
+            kv_dtype=kv_dtype,
+            storage=storage_dtype(kv_dtype, platform),
+            is_quantized=False,
+            block_size=limits.block_size,
+            num_seqs=limits.max_num_seqs,
+            table_width=limits.table_width,
+        )
+    except NotImplementedError as error:
+        raise ConfigError(f"attention: {error}") from error
+
+
+def _limits(model: DecoderConfig, config: EngineConfig, platform: str) -> SchedulerConfig:
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
@@ -343,7 +369,8 @@ def _limits(model: DecoderConfig, config: EngineConfig) -> SchedulerConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        block_size=config.block_size,
+        block_size=config.block_size
+        or default_block_size(platform, config.max_num_seqs, max_model_len),
         windows=model.kv_layout.windows,
         offload_evicted=config.host_cache_bytes > 0,
         num_decode_steps=config.num_decode_steps,

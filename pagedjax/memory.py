@@ -1,4 +1,6 @@
-"""How large the pool may be."""
+"""How large the pool and its blocks may be."""
+
+import math
 
 import jax
 import numpy as np
@@ -7,14 +9,37 @@ from pagedjax.errors import ConfigError
 from pagedjax.models.config import DecoderConfig
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots
+from pallas_kernels import head_lanes, most_table_entries
 
 _CPU_POOL_BYTES = 4 << 30
 
 
-def block_bytes(model: DecoderConfig, block_size: int, kv_dtype: np.dtype) -> int:
+def default_block_size(platform: str, max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens a block, where the user has no wish.
+
+    The TPU kernel moves whole blocks and keeps the block tables in scalar memory: large ones keep
+    its DMAs long and the tables short.
+    """
+    if platform != "tpu":
+        return 16
+    most = most_table_entries() // max_num_seqs
+    return next((size for size in (64, 128, 256, 512) if -(-max_model_len // size) <= most), 1024)
+
+
+def pool_shape(
+    model: DecoderConfig, block_size: int, num_blocks: int, platform: str
+) -> tuple[int, int, int, int, int]:
+    """[Lg, P, KVH, T, 2 * lanes]."""
+    lanes = head_lanes(model.head_dim, platform)
+    layers = model.kv_layout.layers_per_group
+    return layers, num_blocks, model.num_kv_heads, block_size, 2 * lanes
+
+
+def block_bytes(
+    model: DecoderConfig, block_size: int, kv_dtype: np.dtype, platform: str = "cpu"
+) -> int:
     """Bytes of one physical block: K and V of `block_size` tokens in the layers of a KV group."""
-    rows = model.kv_layout.layers_per_group * model.num_kv_heads * block_size
-    return rows * 2 * model.head_dim * kv_dtype.itemsize
+    return math.prod(pool_shape(model, block_size, 1, platform)) * kv_dtype.itemsize
 
 
 def default_num_blocks(
@@ -23,6 +48,7 @@ def default_num_blocks(
     kv_dtype: np.dtype,
     memory_stats: dict[str, int] | None,
     memory_utilization: float,
+    platform: str = "cpu",
 ) -> int:
     """Blocks that fit in free memory, and no more than all requests at full length could use.
 
@@ -32,7 +58,7 @@ def default_num_blocks(
     Raises:
       ConfigError: not even one block a KV group fits.
     """
-    size = block_bytes(model, limits.block_size, kv_dtype)
+    size = block_bytes(model, limits.block_size, kv_dtype, platform)
     budget = _pool_budget(memory_stats, memory_utilization, slot_bytes(model, limits))
     most = limits.max_num_seqs * limits.num_groups * limits.table_width
     blocks = min(budget // size, most)

@@ -13,6 +13,7 @@ from pagedjax.decode_ahead import decode_ahead
 from pagedjax.errors import InvalidRequestError
 from pagedjax.host_blocks import HostBlocks
 from pagedjax.logits import LogitsProcessor, check_processor
+from pagedjax.memory import pool_shape
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params
 from pagedjax.plan import BlockTransfers, StepPlan
@@ -44,13 +45,7 @@ def init_state(
     batch_invariant: bool = False,
 ) -> EngineState:
     """An empty pool of `num_blocks` blocks, all zero, and empty slots."""
-    shape = (
-        model.kv_layout.layers_per_group,
-        num_blocks,
-        model.num_kv_heads,
-        limits.block_size,
-        2 * model.head_dim,
-    )
+    shape = pool_shape(model, limits.block_size, num_blocks, platform)
     pool = jnp.zeros(shape, storage_dtype(kv_dtype, platform))
     cache = KVCache(pool, None, kv_dtype, attention, batch_invariant)
     return EngineState(cache, empty_slots(limits.max_num_seqs, model.vocab_size))

@@ -1,18 +1,32 @@
 """Kernels over a paged KV pool: arrays in, arrays out. Knows nothing of requests or models."""
 
-from pallas_kernels.attention import NO_WINDOW, Implementation, paged_attention
+from pallas_kernels.attention import (
+    NO_WINDOW,
+    Implementation,
+    choose_implementation,
+    paged_attention,
+    paged_attention_and_write,
+)
 from pallas_kernels.batch import RaggedBatch, row_sequences, slot_mapping
 from pallas_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
-from pallas_kernels.storage import from_storage, storage_dtype, to_storage
+from pallas_kernels.storage import from_storage, head_lanes, storage_dtype, to_storage
+from pallas_kernels.tpu_attention import TpuTiles
+from pallas_kernels.tpu_tiles import TileSizes, most_table_entries
 
 __all__ = [
     "NO_WINDOW",
     "Implementation",
     "RaggedBatch",
+    "TileSizes",
+    "TpuTiles",
+    "choose_implementation",
     "copy_blocks",
     "from_storage",
     "gather_blocks",
+    "head_lanes",
+    "most_table_entries",
     "paged_attention",
+    "paged_attention_and_write",
     "row_sequences",
     "scatter_blocks",
     "slot_mapping",

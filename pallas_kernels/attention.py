@@ -1,5 +1,7 @@
-"""The public attention function and the choice of its implementation."""
+"""The public attention functions and the choice of their implementation."""
 
+import functools
+import logging
 from typing import Literal, get_args
 
 import jax
@@ -7,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.blocks import Scales
+from pallas_kernels.batch import RaggedBatch, slot_mapping
+from pallas_kernels.blocks import Scales, kv_rows, write_kv, write_scales
 from pallas_kernels.reference import reference_attention
+from pallas_kernels.tpu_attention import TpuTiles, tpu_attention, unsupported
 from pallas_kernels.xla_attention import xla_attention
 
-Implementation = Literal["xla", "reference"]
+Implementation = Literal["xla", "mosaic_tpu", "mosaic_tpu_interpret", "reference"]
+"""Of attention: plain XLA, the Pallas kernel for TPU, the same simulated, the float64 oracle."""
+
 NO_WINDOW = 2**30  # wider than any context: a row sees everything
+_log = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -30,6 +36,7 @@ def paged_attention(
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
+    tpu_tiles: TpuTiles | None = None,
 ) -> jax.Array:
     """Causal attention "N H D" of a ragged batch over its own blocks of the pool.
 
@@ -39,8 +46,10 @@ def paged_attention(
 
     Args:
       q: [N, H, D] float; rows as `batch` says.
-      pool: [Lg, P, KVH, T, 2 * D], this step's keys and values already written (`write_kv`).
-      scales: None (unquantized pools).
+      pool: [Lg, P, KVH, T, 2 * lanes], this step's keys and values already written (`write_kv`);
+        `lanes >= D`, see `head_lanes`.
+      scales: f32[Lg, P, KVH, 2, T] of a quantized pool; None: the pool's values are meant as they
+        are.
       layer: i32 scalar, index in the group.
       batch: rows, context lengths and block tables.
       sm_scale: factor on q . k, usually `D ** -0.5`.
@@ -52,47 +61,213 @@ def paged_attention(
       batch_invariant: a row's result has the same bits whatever its index, its chunk's length and
         the rest of the batch; for a given block size and backend, at some cost. "reference" works
         row by row anyway.
+      tpu_tiles: sizes of the pieces that the TPU kernel works on; None: its cost model's.
 
     Returns:
       [N, H, D] in q's dtype. Padding rows hold unspecified finite numbers.
 
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
+      NotImplementedError: the named implementation cannot serve this call.
     """
-    _check_shapes(q, pool, sinks, batch)
-    kv_dtype = pool.dtype if kv_dtype is None else jnp.dtype(kv_dtype)
-    if jnp.issubdtype(kv_dtype, jnp.integer):
-        raise ValueError(
-            f"kv_dtype {kv_dtype} is not a float dtype: say which values it stands for"
+    kv_dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
+    chosen = _choose(implementation, q, pool, scales, batch, kv_dtype)
+    window = NO_WINDOW if window is None else window
+    if chosen == "reference":
+        return _reference(
+            q, pool, scales, layer, batch, sm_scale, soft_cap, window, sinks, kv_dtype
         )
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation {implementation!r}: one of {get_args(Implementation)}")
-    if implementation == "reference":
-        return _reference(q, pool, layer, batch, sm_scale, soft_cap, window, sinks, kv_dtype)
-    out = xla_attention(
+    if chosen == "xla":
+        out = xla_attention(
+            q,
+            pool,
+            scales,
+            layer,
+            batch,
+            kv_dtype=kv_dtype,
+            sm_scale=sm_scale,
+            soft_cap=soft_cap,
+            window=window,
+            sinks=sinks,
+            batch_invariant=batch_invariant,
+        )
+    else:
+        out, _ = tpu_attention(
+            q,
+            None,
+            pool,
+            scales,
+            layer,
+            batch,
+            sm_scale=sm_scale,
+            soft_cap=soft_cap,
+            window=window,
+            sinks=sinks,
+            batch_invariant=batch_invariant,
+            tiles=tpu_tiles,
+            interpret=chosen == "mosaic_tpu_interpret",
+        )
+    return out.astype(q.dtype)
+
+
+def paged_attention_and_write(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    scales: Scales,
+    layer: jax.Array | int,
+    batch: RaggedBatch,
+    *,
+    slots: tuple[jax.Array, jax.Array] | None = None,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    kv_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    batch_invariant: bool = False,
+    tpu_tiles: TpuTiles | None = None,
+) -> tuple[jax.Array, jax.Array, Scales]:
+    """`write_kv` of this step's keys and values and `paged_attention`, in one kernel on TPU.
+
+    No sequence may read a block that another one writes in the same call, and no block may be
+    written by two: the kernel keeps no order among sequences, and rewrites whole blocks.
+
+    Args:
+      k, v: [N, KVH, D], rows as `batch` says; rounded (or quantized) to `kv_dtype`.
+      slots: `slot_mapping` of the batch, where the caller has it already.
+      others: see `paged_attention`.
+
+    Returns:
+      `(out [N, H, D] in q's dtype, pool, scales)`.
+
+    Raises:
+      ValueError, NotImplementedError: see `paged_attention`.
+    """
+    dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
+    chosen = _choose(implementation, q, pool, scales, batch, dtype)
+    num_blocks, _, block_size = pool.shape[1:4]
+    if slots is None:
+        slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
+    if chosen in ("xla", "reference"):
+        pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=dtype)
+        out = paged_attention(
+            q,
+            pool,
+            scales,
+            layer,
+            batch,
+            sm_scale=sm_scale,
+            soft_cap=soft_cap,
+            window=window,
+            sinks=sinks,
+            kv_dtype=dtype,
+            implementation=chosen,
+            batch_invariant=batch_invariant,
+        )
+        return out, pool, scales
+    new, new_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
+    if scales is not None:
+        scales = write_scales(scales, layer, new_scales, *slots)
+    out, pool = tpu_attention(
         q,
+        new,
         pool,
+        scales,
         layer,
         batch,
-        kv_dtype=kv_dtype,
         sm_scale=sm_scale,
         soft_cap=soft_cap,
         window=NO_WINDOW if window is None else window,
         sinks=sinks,
         batch_invariant=batch_invariant,
+        tiles=tpu_tiles,
+        interpret=chosen == "mosaic_tpu_interpret",
     )
-    return out.astype(q.dtype)
+    return out.astype(q.dtype), pool, scales
 
 
-def _check_shapes(
-    q: jax.Array, pool: jax.Array, sinks: jax.Array | None, batch: RaggedBatch
-) -> None:
-    _, num_heads, head_dim = q.shape
-    if pool.ndim != 5 or pool.shape[4] != 2 * head_dim or num_heads % pool.shape[2]:
-        raise ValueError(
-            f"q {q.shape} does not fit pool {pool.shape}: want [Lg, P, KVH, T, 2 * {head_dim}] "
-            f"with {num_heads} heads a multiple of KVH"
+def choose_implementation(
+    implementation: Implementation | None,
+    platform: str,
+    *,
+    kv_dtype: DTypeLike,
+    storage: DTypeLike,
+    is_quantized: bool,
+    block_size: int,
+    num_seqs: int,
+    table_width: int,
+) -> Implementation:
+    """The implementation that serves such calls on `platform`: "cpu", "gpu" or "tpu".
+
+    None picks the best one; where that is not the platform's kernel, a warning says why.
+
+    Args:
+      storage: dtype of the pool, see `storage_dtype`.
+      num_seqs, table_width: S and B of the block tables.
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: the named implementation cannot serve them.
+    """
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"implementation {implementation!r}: one of {get_args(Implementation)}")
+    if implementation in ("xla", "reference") or (implementation is None and platform != "tpu"):
+        return implementation or "xla"
+    if implementation == "mosaic_tpu" and platform != "tpu":
+        raise NotImplementedError(
+            f"implementation 'mosaic_tpu' on platform {platform!r}: it runs on TPU; "
+            "'mosaic_tpu_interpret' simulates it"
         )
+    reason = unsupported(
+        jnp.dtype(kv_dtype), jnp.dtype(storage), is_quantized, block_size, num_seqs, table_width
+    )
+    if reason is None:
+        return implementation or "mosaic_tpu"
+    if implementation is not None:
+        raise NotImplementedError(f"implementation {implementation!r} cannot serve {reason}")
+    _log.warning("attention runs in plain XLA, slower than the TPU kernel, for %s", reason)
+    return "xla"
+
+
+def _choose(
+    implementation: Implementation | None,
+    q: jax.Array,
+    pool: jax.Array,
+    scales: Scales,
+    batch: RaggedBatch,
+    kv_dtype: jnp.dtype,
+) -> Implementation:
+    is_named = implementation == "mosaic_tpu"  # compiled for the chip of the mesh, if for any
+    return choose_implementation(
+        implementation,
+        "tpu" if is_named else jax.default_backend(),
+        kv_dtype=kv_dtype,
+        storage=pool.dtype,
+        is_quantized=scales is not None,
+        block_size=pool.shape[3],
+        num_seqs=batch.block_tables.shape[0],
+        table_width=batch.block_tables.shape[1],
+    )
+
+
+def _check(
+    q: jax.Array,
+    pool: jax.Array,
+    scales: Scales,
+    sinks: jax.Array | None,
+    batch: RaggedBatch,
+    kv_dtype: DTypeLike | None,
+) -> jnp.dtype:
+    """Refuse shapes that do not fit together; returns what the pool's elements mean."""
+    _, num_heads, head_dim = q.shape
+    if pool.ndim != 5 or pool.shape[4] % 2 or pool.shape[4] < 2 * head_dim:
+        raise ValueError(f"q {q.shape} does not fit pool {pool.shape}: want [..., 2 * {head_dim}]")
+    if num_heads % pool.shape[2]:
+        raise ValueError(f"q {q.shape}: heads must be a multiple of the {pool.shape[2]} KV heads")
+    if scales is not None and scales.shape != (*pool.shape[:3], 2, pool.shape[3]):
+        raise ValueError(f"scales {scales.shape} do not fit pool {pool.shape}: [Lg, P, KVH, 2, T]")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks {sinks.shape}: want one per query head, ({num_heads},)")
     num_seqs = batch.block_tables.shape[0]
@@ -101,22 +276,30 @@ def _check_shapes(
             f"query_start {batch.query_start.shape} and context_lens {batch.context_lens.shape} "
             f"do not fit block_tables {batch.block_tables.shape}"
         )
+    kv_dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
+    if jnp.issubdtype(kv_dtype, jnp.integer) and scales is None:
+        raise ValueError(
+            f"kv_dtype {kv_dtype} is not a float dtype: say which values it stands for"
+        )
+    return kv_dtype
 
 
 def _reference(
     q: jax.Array,
     pool: jax.Array,
+    scales: Scales,
     layer: jax.Array | int,
     batch: RaggedBatch,
     sm_scale: float,
     soft_cap: float | None,
-    window: jax.Array | int | None,
+    window: jax.Array | int,
     sinks: jax.Array | None,
     kv_dtype: jnp.dtype,
 ) -> jax.Array:
     """The float64 oracle as a jax function: numpy on the host, through a callback under jit."""
 
-    def on_host(q, pool, layer, query_start, context_lens, block_tables, window, sinks):
+    def on_host(q, pool, scales, layer, query_start, context_lens, block_tables, window, sinks):
+        optional = functools.partial(jax.tree.map, np.asarray)  # None stays None
         out = reference_attention(
             np.asarray(q),
             np.asarray(pool).view(kv_dtype),
@@ -124,13 +307,14 @@ def _reference(
             np.asarray(query_start),
             np.asarray(context_lens),
             np.asarray(block_tables),
+            scales=optional(scales),
             sm_scale=sm_scale,
             soft_cap=soft_cap,
-            window=None if window is None else int(window),
-            sinks=None if sinks is None else np.asarray(sinks),
+            window=int(window),
+            sinks=optional(sinks),
         )
         return out.astype(q.dtype)
 
     meta = (batch.query_start, batch.context_lens, batch.block_tables)
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return jax.pure_callback(on_host, result, q, pool, layer, *meta, window, sinks)
+    return jax.pure_callback(on_host, result, q, pool, scales, layer, *meta, window, sinks)

@@ -41,6 +41,7 @@ class _Call(NamedTuple):
     """What is the same for every tile of one call."""
 
     pool: jax.Array
+    scales: jax.Array | None
     layer: jax.Array | int
     kv_dtype: jnp.dtype
     sm_scale: float
@@ -68,6 +69,7 @@ class _Call(NamedTuple):
 def xla_attention(
     q: jax.Array,
     pool: jax.Array,
+    scales: jax.Array | None,
     layer: jax.Array | int,
     batch: RaggedBatch,
     *,
@@ -79,7 +81,7 @@ def xla_attention(
     batch_invariant: bool = False,
 ) -> jax.Array:
     """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
-    call = _Call(pool, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
+    call = _Call(pool, scales, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
     attend = _one_tile_shape if batch_invariant else _tiles_by_length
     return attend(call, q.astype(jnp.float32), batch)
 
@@ -211,18 +213,24 @@ def _attend_tile(
         acc, top, total = carry
         key = i * step + jnp.arange(step, dtype=jnp.int32)
         written = (key >= first_key) & (key < end)
-        k, v = _load(call, lax.dynamic_slice_in_dim(table, i * pages, pages), written)
+        blocks = lax.dynamic_slice_in_dim(table, i * pages, pages)
+        k, v = _load(call, blocks, written, head_dim)
+        k_scales, v_scales = _load_scales(call, blocks, written)
         distance = row_position[:, None] - key[None]
         visible = (distance >= 0) & (distance < call.window) & written[None]
         s = call.dot("hrd,hkd->hrk", q, k)
+        if k_scales is not None:
+            s = s * k_scales[:, None]
         if call.soft_cap is not None:
             s = call.soft_cap * jnp.tanh(s / call.soft_cap)
         s = jnp.where(visible, s, _NEG_INF)
         new_top = jnp.maximum(top, s.max(-1))
         shrink = jnp.exp(top - new_top)
         p = jnp.where(visible, jnp.exp(s - new_top[..., None]), 0.0)
-        acc = acc * shrink[..., None] + call.dot("hrk,hkd->hrd", p, v)
-        return acc, new_top, total * shrink + p.sum(-1)
+        total = total * shrink + p.sum(-1)
+        if v_scales is not None:
+            p = p * v_scales[:, None]
+        return acc * shrink[..., None] + call.dot("hrk,hkd->hrd", p, v), new_top, total
 
     if call.sinks is None:
         top, total = jnp.full(flat, _NEG_INF), jnp.zeros(flat)
@@ -237,7 +245,9 @@ def _attend_tile(
     return out.reshape(num_rows, num_heads, head_dim)
 
 
-def _load(call: _Call, blocks: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _load(
+    call: _Call, blocks: jax.Array, written: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
     """K and V, [KVH, keys, D] each. V is zero where not `written`: a recycled block may hold NaN,
 
     and 0 * NaN is NaN. K needs no mask, as its scores are replaced.
@@ -245,8 +255,19 @@ def _load(call: _Call, blocks: jax.Array, written: jax.Array) -> tuple[jax.Array
     kv_heads, block_size, width = call.pool.shape[2:]
     kv = from_storage(call.pool[call.layer, blocks], call.kv_dtype)
     kv = kv.transpose(1, 0, 2, 3).reshape(kv_heads, len(blocks) * block_size, width)
-    k, v = kv[..., : width // 2], kv[..., width // 2 :]
+    k, v = kv[..., :head_dim], kv[..., width // 2 : width // 2 + head_dim]
     return k, jnp.where(written[None, :, None], v, jnp.zeros((), v.dtype))
+
+
+def _load_scales(
+    call: _Call, blocks: jax.Array, written: jax.Array
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Scales of K and V, f32[KVH, keys] each; V's are zero where V is."""
+    if call.scales is None:
+        return None, None
+    scales = call.scales[call.layer, blocks]  # [pages, KVH, 2, T]
+    k, v = scales.transpose(2, 1, 0, 3).reshape(2, scales.shape[1], -1)
+    return k, jnp.where(written[None], v, 0.0)
 
 
 def _pages_per_step(call: _Call, tables: jax.Array, keys: int) -> tuple[int, jax.Array]:

@@ -46,6 +46,18 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 7,
         "num_blocks": 25,
     },
+    "tpu-kernel": {
+        "model": "uniform",
+        "block_size": 8,
+        "attention": "mosaic_tpu_interpret",
+        "num_blocks": 13,
+    },
+    "sliding-tpu-kernel": {
+        "model": "sliding",
+        "block_size": 16,
+        "attention": "mosaic_tpu_interpret",
+        "num_decode_steps": 3,
+    },
 }
 
 
@@ -60,7 +72,7 @@ def engines() -> dict[str, LLMEngine]:
         )
         for name, settings in ENGINES.items()
     }
-    for name in ("tight", "sliding-roomy"):
+    for name in ("tight", "sliding-roomy", "tpu-kernel", "sliding-tpu-kernel"):
         in_one_shape(made[name])
     return made
 

@@ -1,0 +1,122 @@
+"""The asynchronous copies of the TPU kernel, and the sets of them that belong together."""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu_operands import Operands, Tile
+
+Copy = Any  # an asynchronous copy: start(), wait()
+Rows = Any  # a slice of rows, at a traced start
+
+
+def q_copy(op: Operands, tile: Tile, half: jax.Array | int) -> Copy:
+    source = op.hbm.q.at[:, _rows(op, tile)]
+    return pltpu.make_async_copy(source, op.scratch.q.at[half], op.scratch.q_sem.at[half])
+
+
+def out_copy(op: Operands, tile: Tile, half: jax.Array | int) -> Copy:
+    target = op.hbm.out.at[:, _rows(op, tile)]
+    sem = op.scratch.out_sem.at[half]
+    return pltpu.make_async_copy(op.scratch.acc.at[half], target, sem)
+
+
+def _rows(op: Operands, tile: Tile) -> Rows:
+    rows = op.scratch.q.shape[2]
+    sublanes = 32 // op.hbm.q.dtype.itemsize
+    return pl.ds(pl.multiple_of(tile.q_row, sublanes), rows)
+
+
+def page_copy(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> Copy:
+    target = op.scratch.kv.at[slot, :, _page_rows(op, i, page)]
+    return pltpu.make_async_copy(_page(op, tile, page), target, op.scratch.fetch_sem.at[slot])
+
+
+def write_copy(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> Copy:
+    source = op.scratch.kv.at[slot, :, _page_rows(op, i, page)]
+    return pltpu.make_async_copy(source, _page(op, tile, page), op.scratch.write_sem.at[slot])
+
+
+def new_copy(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> Copy:
+    strip, align = op.static.strip, op.static.alignment
+    row = op.scalars.new_start[tile.seq]
+    if strip == op.block_size:
+        row += page * strip - tile.old // align * align
+    source = op.hbm.new.at[:, pl.ds(pl.multiple_of(row, align), strip)]  # type: ignore
+    target = op.scratch.new.at[slot, :, new_rows(op, i, page)]  # type: ignore
+    return pltpu.make_async_copy(source, target, op.scratch.fetch_sem.at[slot])
+
+
+def scales_copy(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> Copy:
+    source = op.hbm.scales.at[op.layer, op.block(tile, page)]  # type: ignore
+    target = op.scratch.scales.at[slot, page - i * op.static.pages]  # type: ignore
+    return pltpu.make_async_copy(source, target, op.scratch.fetch_sem.at[slot])
+
+
+def _page(op: Operands, tile: Tile, page: jax.Array) -> jax.Array:
+    return op.hbm.pool.at[op.layer, op.block(tile, page)]
+
+
+def _page_rows(op: Operands, i: jax.Array, page: jax.Array) -> Rows:
+    """Where a page lies in `kv`."""
+    row = (page - i * op.static.pages) * op.block_size
+    return pl.ds(pl.multiple_of(row, op.block_size), op.block_size)
+
+
+def new_rows(op: Operands, i: jax.Array, page: jax.Array) -> Rows:
+    """Where a page's new rows lie in `new`; a decode has one page with them."""
+    is_page = op.static.strip == op.block_size
+    return _page_rows(op, i, page) if is_page else pl.ds(0, op.static.strip)
+
+
+def fetch(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array | int) -> None:
+    """Start the copies of a tile's i-th fetch into half `slot`, once its writes are done."""
+    wait_for_writes(op, slot)
+    _each_copy(op, tile, i, slot, lambda copy: copy.start())
+
+
+def wait_for_fetch(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> None:
+    _each_copy(op, tile, i, slot, lambda copy: copy.wait())
+
+
+def _each_copy(op: Operands, tile, i, slot, act) -> None:
+    def of_page(page: jax.Array, carry: int) -> int:
+        @pl.when(op.is_fetched(tile, page))
+        def _():
+            act(page_copy(op, tile, i, page, slot))
+
+        if op.hbm.scales is not None:
+            act(scales_copy(op, tile, i, page, slot))
+        if op.hbm.new is not None:
+
+            @pl.when(op.is_touched(tile, page))
+            def _():
+                act(new_copy(op, tile, i, page, slot))
+
+        return carry
+
+    lax.fori_loop(*op.pages_of(tile, i), of_page, 0)
+
+
+def wait_for_writes(op: Operands, slot: jax.Array | int) -> None:
+    """Until half `slot` of `kv` may be overwritten. All writes are of one size."""
+    page = op.scratch.kv.at[slot, :, pl.ds(0, op.block_size)]
+    copy = pltpu.make_async_copy(page, op.hbm.pool.at[0, 0], op.scratch.write_sem.at[slot])
+
+    def wait(_: jax.Array, carry: int) -> int:
+        copy.wait()
+        return carry
+
+    lax.fori_loop(0, op.scratch.num_writes[slot], wait, 0)
+    op.scratch.num_writes[slot] = 0

@@ -1,0 +1,142 @@
+"""Attention of a tile over fetched pages: the online softmax of the TPU kernel."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.tpu_operands import Operands, Tile
+
+START = -1e30  # of the running maximum; finite, so that a row without keys stays finite
+MASKED = -2e30  # below START: exp(MASKED - START) is 0
+
+
+def start_softmax(op: Operands, half: jax.Array) -> None:
+    """A sink is one more key, with score `sink` and value 0."""
+    top, total, acc = op.scratch.top, op.scratch.total, op.scratch.acc
+
+    def head(h: jax.Array, carry: int) -> int:
+        acc[half, h] = jnp.zeros(acc.shape[2:], jnp.float32)
+        start = jnp.full(top.shape[1:], START, jnp.float32)
+        top[h] = start if op.sinks is None else op.sinks[h]
+        total[h] = jnp.full(top.shape[1:], 0.0 if op.sinks is None else 1.0, jnp.float32)
+        return carry
+
+    lax.fori_loop(0, top.shape[0], head, 0)
+
+
+def finish_softmax(op: Operands, half: jax.Array) -> None:
+    total, acc = op.scratch.total, op.scratch.acc
+
+    def head(h: jax.Array, carry: int) -> int:
+        acc[half, h] = acc[half, h] / jnp.where(total[h] > 0, total[h], 1.0)
+        return carry
+
+    lax.fori_loop(0, total.shape[0], head, 0)
+
+
+def attend(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array, half: jax.Array) -> None:
+    """All rows of the tile over the keys of its i-th fetch that some row sees."""
+    keys, size = op.static.keys, op.static.pages * op.block_size
+    first_key, last_row = i * size, tile.position + op.static.tile - 1
+    start = jnp.maximum(tile.first_page * op.block_size - first_key, 0) // keys
+    end = pl.cdiv(jnp.minimum(tile.end - first_key, size), keys)
+
+    def product(j: jax.Array, carry: int) -> int:
+        key = first_key + j * keys
+        sees_all = (key + keys <= tile.position + 1) & (key > last_row - op.window)
+
+        @pl.when(sees_all)
+        def _():
+            _each_head(op, tile, j, key, slot, half, masked=False)
+
+        @pl.when(jnp.logical_not(sees_all))
+        def _():
+            _each_head(op, tile, j, key, slot, half, masked=True)
+
+        return carry
+
+    lax.fori_loop(start, end, product, 0)
+
+
+def _each_head(op: Operands, tile, j, key, slot, half, *, masked: bool) -> None:
+    _, kv_heads, num_rows, _ = op.scratch.q.shape
+    visible = _visible(op, tile, key) if masked else None
+    written = _written(op, tile, key) if masked else None
+
+    def head(h: jax.Array, carry: int) -> int:
+        k, v = _load(op, h, j, slot, written)
+        s = _dot(op.scratch.q[half, h], k, 1)
+        if op.scratch.scales is not None:
+            s *= _scales(op, h, 0, j, slot)
+        if op.static.soft_cap is not None:
+            s = op.static.soft_cap * jnp.tanh(s / op.static.soft_cap)
+        if visible is not None:
+            s = jnp.where(visible, s, MASKED)
+        _accumulate(op, h, s, v, _scales(op, h, 1, j, slot), half)
+        return carry
+
+    # The few rows of a decode leave units idle: all heads side by side.
+    lax.fori_loop(0, kv_heads, head, 0, unroll=num_rows <= 32 and kv_heads <= 16)
+
+
+def _accumulate(op: Operands, h, s: jax.Array, v: jax.Array, v_scales, half: jax.Array) -> None:
+    """Take scores f32[R, keys] and values [keys, W] into the online softmax of a head."""
+    top, total, acc = op.scratch.top, op.scratch.total, op.scratch.acc
+    old_top = top[h]
+    new_top = jnp.maximum(old_top, s.max(axis=-1, keepdims=True))
+    shrink = jnp.exp(old_top - new_top)
+    p = jnp.exp(s - new_top)
+    total[h] = total[h] * shrink + p.sum(axis=-1, keepdims=True)
+    if v_scales is not None:
+        p *= v_scales
+    acc[half, h] = acc[half, h] * shrink + _dot(p.astype(v.dtype), v, 0)
+    top[h] = new_top
+
+
+def _load(op: Operands, h, j, slot, written: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """K and V [keys, W] in q's dtype; V is zero where not written: 0 * NaN is NaN."""
+    width = op.scratch.q.shape[3]
+    kv = op.scratch.kv
+    rows = pl.ds(pl.multiple_of(j * op.static.keys, op.static.keys), op.static.keys)
+    dtype = op.hbm.q.dtype
+    if width == kv.shape[3]:
+        k = v = kv[slot, h, rows].astype(dtype)
+    else:
+        k = kv[slot, h, rows, :width].astype(dtype)
+        v = kv[slot, h, rows, width:].astype(dtype)
+    return k, v if written is None else jnp.where(written, v, jnp.zeros((), dtype))
+
+
+def _visible(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
+    """bool[R, keys]; row r is token r // group, compared without dividing."""
+    group, rows = op.static.group, op.scratch.q.shape[2]
+    shape = (rows, op.static.keys)
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+    ahead = (key - tile.position) + lax.broadcasted_iota(jnp.int32, shape, 1)
+    in_window = (ahead + op.window) * group > row
+    exists = ahead < tile.end - tile.position
+    return (ahead * group <= row) & in_window & exists
+
+
+def _written(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
+    """bool[keys, W]: keys that were fetched, and lie before the tile's end."""
+    shape = (op.static.keys, op.scratch.q.shape[3])
+    position = key + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (position >= tile.first_page * op.block_size) & (position < tile.end)
+
+
+def _scales(op: Operands, h, which: int, j, slot) -> jax.Array | None:
+    """f32[1, keys]: scales of K (0) or V (1) of a product's keys; None for plain pools."""
+    if op.scratch.scales is None:
+        return None
+    pages = op.static.keys // op.block_size
+    rows = [op.scratch.scales[slot, j * pages + n, h, which][None] for n in range(pages)]
+    return jnp.concatenate(rows, axis=-1)
+
+
+def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """f32 product over a's last axis and `axis` of b; float32 operands keep all their bits."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
