@@ -26,7 +26,9 @@ from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
     Implementation,
     RaggedBatch,
+    TpuLayout,
     paged_attention_and_write,
+    plan_attention,
     slot_mapping,
     storage_dtype,
     to_storage,
@@ -74,7 +76,7 @@ class StepInput:
     context_lens: jax.Array
     block_tables: jax.Array
 
-    def of_group(self, group: jax.Array) -> RaggedBatch:
+    def of_group(self, group: jax.Array | int) -> RaggedBatch:
         return RaggedBatch(self.query_start, self.context_lens, self.block_tables[group])
 
 
@@ -123,6 +125,7 @@ class Block(nnx.Module):
         step: StepInput,
         rope: tuple[jax.Array, jax.Array],
         slots: tuple[jax.Array, jax.Array],
+        layout: TpuLayout | None,
     ) -> tuple[jax.Array, KVCache]:
         """x f32[N, hidden]; rope f32[R, N, D / 2] each; slots i32[G, N] each."""
         c = self.config
@@ -136,6 +139,7 @@ class Block(nnx.Module):
             info.index,
             step.of_group(info.group),
             slots=(slots[0][info.group], slots[1][info.group]),
+            layout=layout,
             sm_scale=c.attn_scale,
             soft_cap=c.attn_soft_cap,
             window=info.window,
@@ -211,12 +215,23 @@ class Decoder(nnx.Module):
                 num_blocks=num_blocks,
             )
         )(step.block_tables)
+        layout = plan_attention(
+            step.of_group(0),
+            len(token_ids),
+            c.num_heads,
+            cache.pool,
+            cache.scales,
+            kv_dtype=cache.dtype,
+            implementation=cache.implementation,
+            batch_invariant=cache.batch_invariant,
+        )
         graph, stacked = nnx.split(self.layers)
 
         def layer(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
             hidden, cache = carry
             state, info = scanned
-            return nnx.merge(graph, state)(hidden, cache, info, step, rope, slots), None
+            block = nnx.merge(graph, state)
+            return block(hidden, cache, info, step, rope, slots, layout), None
 
         (x, cache), _ = lax.scan(layer, (x, cache), (stacked, self._layer_info()))
         return x, cache

@@ -6,18 +6,20 @@ from pallas_kernels.attention import (
     choose_implementation,
     paged_attention,
     paged_attention_and_write,
+    plan_attention,
 )
 from pallas_kernels.batch import RaggedBatch, row_sequences, slot_mapping
 from pallas_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
 from pallas_kernels.storage import from_storage, head_lanes, storage_dtype, to_storage
-from pallas_kernels.tpu_attention import TpuTiles
-from pallas_kernels.tpu_tiles import TileSizes, most_table_entries
+from pallas_kernels.tpu_layout import TpuLayout
+from pallas_kernels.tpu_tiles import TileSizes, TpuTiles, most_table_entries
 
 __all__ = [
     "NO_WINDOW",
     "Implementation",
     "RaggedBatch",
     "TileSizes",
+    "TpuLayout",
     "TpuTiles",
     "choose_implementation",
     "copy_blocks",
@@ -27,6 +29,7 @@ __all__ = [
     "most_table_entries",
     "paged_attention",
     "paged_attention_and_write",
+    "plan_attention",
     "row_sequences",
     "scatter_blocks",
     "slot_mapping",

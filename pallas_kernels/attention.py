@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.batch import RaggedBatch, slot_mapping
 from pallas_kernels.blocks import Scales, kv_rows, write_kv, write_scales
 from pallas_kernels.reference import reference_attention
-from pallas_kernels.tpu_attention import TpuTiles, tpu_attention, unsupported
+from pallas_kernels.tpu_attention import plan_tpu_attention, tpu_attention, unsupported
+from pallas_kernels.tpu_layout import TpuLayout
+from pallas_kernels.tpu_tiles import TpuTiles
 from pallas_kernels.xla_attention import xla_attention
 
 Implementation = Literal["xla", "mosaic_tpu", "mosaic_tpu_interpret", "reference"]
@@ -71,7 +73,7 @@ def paged_attention(
       NotImplementedError: the named implementation cannot serve this call.
     """
     kv_dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = _choose(implementation, q, pool, scales, batch, kv_dtype)
+    chosen = _choose(implementation, pool, scales, batch, kv_dtype)
     window = NO_WINDOW if window is None else window
     if chosen == "reference":
         return _reference(
@@ -120,6 +122,7 @@ def paged_attention_and_write(
     batch: RaggedBatch,
     *,
     slots: tuple[jax.Array, jax.Array] | None = None,
+    layout: TpuLayout | None = None,
     sm_scale: float,
     soft_cap: float | None = None,
     window: jax.Array | int | None = None,
@@ -137,6 +140,7 @@ def paged_attention_and_write(
     Args:
       k, v: [N, KVH, D], rows as `batch` says; rounded (or quantized) to `kv_dtype`.
       slots: `slot_mapping` of the batch, where the caller has it already.
+      layout: `plan_attention` of the batch, likewise, for the TPU kernel.
       others: see `paged_attention`.
 
     Returns:
@@ -146,7 +150,7 @@ def paged_attention_and_write(
       ValueError, NotImplementedError: see `paged_attention`.
     """
     dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = _choose(implementation, q, pool, scales, batch, dtype)
+    chosen = _choose(implementation, pool, scales, batch, dtype)
     num_blocks, _, block_size = pool.shape[1:4]
     if slots is None:
         slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
@@ -182,10 +186,42 @@ def paged_attention_and_write(
         window=NO_WINDOW if window is None else window,
         sinks=sinks,
         batch_invariant=batch_invariant,
+        layout=layout,
         tiles=tpu_tiles,
         interpret=chosen == "mosaic_tpu_interpret",
     )
     return out.astype(q.dtype), pool, scales
+
+
+def plan_attention(
+    batch: RaggedBatch,
+    num_rows: int,
+    num_heads: int,
+    pool: jax.Array,
+    scales: Scales,
+    *,
+    kv_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    batch_invariant: bool = False,
+    tpu_tiles: TpuTiles | None = None,
+) -> TpuLayout | None:
+    """The `layout` of `paged_attention_and_write`: the same for all layers and KV groups.
+
+    Returns:
+      None for implementations that need none.
+    """
+    dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
+    if _choose(implementation, pool, scales, batch, dtype) in ("xla", "reference"):
+        return None
+    return plan_tpu_attention(
+        batch,
+        num_rows,
+        num_heads,
+        pool,
+        scales,
+        batch_invariant=batch_invariant,
+        tiles=tpu_tiles,
+    )
 
 
 def choose_implementation(
@@ -233,7 +269,6 @@ def choose_implementation(
 
 def _choose(
     implementation: Implementation | None,
-    q: jax.Array,
     pool: jax.Array,
     scales: Scales,
     batch: RaggedBatch,

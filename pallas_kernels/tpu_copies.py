@@ -33,27 +33,30 @@ def _rows(op: Operands, tile: Tile) -> Rows:
 def page_copy(
     op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
 ) -> Copy:
-    target = op.scratch.kv.at[slot, :, _page_rows(op, i, page)]
+    target = op.scratch.kv.at[slot, :, page_rows(op, i, page)]
     return pltpu.make_async_copy(_page(op, tile, page), target, op.scratch.fetch_sem.at[slot])
 
 
 def write_copy(
     op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
 ) -> Copy:
-    source = op.scratch.kv.at[slot, :, _page_rows(op, i, page)]
+    source = op.scratch.kv.at[slot, :, page_rows(op, i, page)]
     return pltpu.make_async_copy(source, _page(op, tile, page), op.scratch.write_sem.at[slot])
 
 
 def new_copy(
     op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
 ) -> Copy:
-    strip, align = op.static.strip, op.static.alignment
-    row = op.scalars.new_start[tile.seq]
-    if strip == op.block_size:
-        row += page * strip - tile.old // align * align
-    source = op.hbm.new.at[:, pl.ds(pl.multiple_of(row, align), strip)]  # type: ignore
-    target = op.scratch.new.at[slot, :, new_rows(op, i, page)]  # type: ignore
-    return pltpu.make_async_copy(source, target, op.scratch.fetch_sem.at[slot])
+    """What goes over a page: a decode's only row, or a page of rows, at their place in it."""
+    new, buffer, sem = op.hbm.new, op.scratch.new, op.scratch.fetch_sem.at[slot]
+    if op.static.is_decode:
+        source, target = new.at[op.scalars.q_start[tile.seq]], buffer.at[slot]  # type: ignore
+    else:
+        align, size = op.static.alignment, op.block_size
+        row = op.scalars.new_start[tile.seq] + page * size - tile.old // align * align
+        source = new.at[:, pl.ds(pl.multiple_of(row, align), size)]  # type: ignore
+        target = buffer.at[slot, :, page_rows(op, i, page)]  # type: ignore
+    return pltpu.make_async_copy(source, target, sem)
 
 
 def scales_copy(
@@ -68,16 +71,10 @@ def _page(op: Operands, tile: Tile, page: jax.Array) -> jax.Array:
     return op.hbm.pool.at[op.layer, op.block(tile, page)]
 
 
-def _page_rows(op: Operands, i: jax.Array, page: jax.Array) -> Rows:
-    """Where a page lies in `kv`."""
+def page_rows(op: Operands, i: jax.Array, page: jax.Array) -> Rows:
+    """Where a page lies in `kv`, and a chunk's new rows in `new`."""
     row = (page - i * op.static.pages) * op.block_size
     return pl.ds(pl.multiple_of(row, op.block_size), op.block_size)
-
-
-def new_rows(op: Operands, i: jax.Array, page: jax.Array) -> Rows:
-    """Where a page's new rows lie in `new`; a decode has one page with them."""
-    is_page = op.static.strip == op.block_size
-    return _page_rows(op, i, page) if is_page else pl.ds(0, op.static.strip)
 
 
 def fetch(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array | int) -> None:

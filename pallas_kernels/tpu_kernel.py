@@ -12,6 +12,7 @@ a DMA can only start there.
 
     q    [KVH, M * group, W]          pool [Lg, P, KVH, T, 2 * D]    (in HBM, in and out)
     new  [KVH, M', 2 * D]             out  [KVH, M * group, W] f32
+         [M, KVH, 1, 2 * D] of decodes
 
 `W` is D where K and V can be told apart by whole lane tiles (D a multiple of 128). Otherwise rows
 stay whole: W = 2 * D, q is zero over V's lanes, and V's lanes of the result are the output.
@@ -41,8 +42,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu_copies import (
     fetch,
-    new_rows,
     out_copy,
+    page_rows,
     q_copy,
     wait_for_fetch,
     wait_for_writes,
@@ -114,17 +115,23 @@ def lay_new_rows(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> Non
 
     What a page holds behind the context's end stays as it is.
     """
-    kv, new, strip = op.scratch.kv, op.scratch.new, op.static.strip
+    kv, new, size = op.scratch.kv, op.scratch.new, op.block_size
     start, end = op.pages_of(tile, i)
-    first_key = i * op.static.pages * op.block_size
+    # A decode changes one row: no more than its sublane tile is read and written.
+    strip = op.static.alignment if op.static.is_decode else size
 
     def of_page(page: jax.Array, carry: int) -> int:
-        position = page * strip if strip == op.block_size else tile.old // strip * strip
-        rows = pl.ds(pl.multiple_of(position - first_key, op.static.alignment), strip)
         shape = (kv.shape[1], strip, kv.shape[3])
+        if op.static.is_decode:
+            position = tile.old // strip * strip
+            first_key = i * op.static.pages * size
+            rows = pl.ds(pl.multiple_of(position - first_key, strip), strip)
+            fresh = jnp.broadcast_to(new[slot], shape)  # type: ignore
+        else:
+            position, rows = page * size, page_rows(op, i, page)
+            fresh = new[slot, :, rows]  # type: ignore
         positions = position + lax.broadcasted_iota(jnp.int32, shape, 1)
         is_new = (positions >= tile.old) & (positions < tile.context)
-        fresh = new[slot, :, new_rows(op, i, page)]  # type: ignore
         kv[slot, :, rows] = jnp.where(is_new, fresh, kv[slot, :, rows])
 
         @pl.when(page < tile.kept_from)
@@ -134,4 +141,4 @@ def lay_new_rows(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> Non
 
         return carry
 
-    lax.fori_loop(jnp.maximum(start, tile.old // op.block_size), end, of_page, 0)
+    lax.fori_loop(jnp.maximum(start, tile.old // size), end, of_page, 0)

@@ -1,11 +1,15 @@
-"""Rows of a ragged batch laid out for DMAs: every sequence starts on a whole sublane tile."""
+"""Rows of a ragged batch laid out for the TPU kernel's DMAs, and its work list.
+
+Depends on the batch alone, so that a model computes it once a step for all its layers.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.batch import RaggedBatch, row_sequences
+from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.tpu_tiles import KernelShape, TileSizes, TpuTiles
 
 
 class AlignedRows(NamedTuple):
@@ -46,10 +50,10 @@ def align_rows(
     start = end - taken
     last = len(chosen) - 1
     row = jnp.arange(size, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(end, row, side="right"), last)
+    seq = jnp.minimum(_segment(end, row), last)
     source = batch.query_start[seq] + row - start[seq] - offset[seq]
-    own = jnp.minimum(row_sequences(batch.query_start, num_rows), last)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
+    own = jnp.minimum(_segment(batch.query_start[1:], rows), last)
     target = start[own] + offset[own] + rows - batch.query_start[own]
     return AlignedRows(
         start, jnp.clip(source, 0, num_rows - 1), jnp.clip(target, 0, max(size - 1, 0))
@@ -81,9 +85,109 @@ def list_tiles(batch: RaggedBatch, chosen: jax.Array, size: int, most: int) -> T
     count = jnp.where(chosen, (jnp.diff(batch.query_start) + size - 1) // size, 0)
     end = jnp.cumsum(count)
     tile = jnp.arange(most, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(end, tile, side="right"), len(chosen) - 1).astype(jnp.int32)
+    seq = jnp.minimum(_segment(end, tile), len(chosen) - 1)
     return Tiles(seq, (tile - (end[seq] - count[seq])) * size, end[-1])
 
 
 def round_up(x: jax.Array, multiple: int) -> jax.Array:
     return (x + multiple - 1) // multiple * multiple
+
+
+def _segment(ends: jax.Array, x: jax.Array) -> jax.Array:
+    """i32: the first of the ascending `ends` beyond each x; compared with all, without a loop."""
+    return jnp.searchsorted(ends, x, side="right", method="compare_all").astype(jnp.int32)
+
+
+class CallLayout(NamedTuple):
+    """What one call of the kernel works on.
+
+    Attributes:
+      rows: of queries and results. new: of this step's keys and values; None for decodes, whose
+        only rows lie like their queries.
+      tiles: the work list.
+      chosen: bool[N], rows of the batch that this call computes.
+    """
+
+    rows: AlignedRows
+    new: AlignedRows | None
+    tiles: Tiles
+    chosen: jax.Array
+
+
+class TpuLayout(NamedTuple):
+    """Both calls of the kernel; None for one that has nothing to do in any batch."""
+
+    decode: CallLayout | None
+    chunk: CallLayout | None
+
+
+def lay_out(
+    batch: RaggedBatch,
+    num_rows: int,
+    shape: KernelShape,
+    tiles: TpuTiles,
+    *,
+    batch_invariant: bool,
+) -> TpuLayout:
+    """Lay out a batch of `num_rows` rows; its block tables are not looked at.
+
+    `batch_invariant`: everything is a chunk, so that a row meets one tile shape.
+    """
+    lengths = jnp.diff(batch.query_start)
+    is_decode = jnp.zeros_like(lengths, bool) if batch_invariant else lengths == 1
+    decode = chunk = None
+    if not batch_invariant:
+        decode = _decode_layout(batch, num_rows, is_decode)
+    if num_rows > 1 or batch_invariant:
+        is_chunk = (lengths > 0) & ~is_decode
+        chunk = _chunk_layout(batch, num_rows, is_chunk, shape, tiles.chunk, batch_invariant)
+    return TpuLayout(decode, chunk)
+
+
+def _decode_layout(batch: RaggedBatch, num_rows: int, chosen: jax.Array) -> CallLayout:
+    seqs = min(len(chosen), num_rows)
+    nothing = jnp.zeros_like(batch.context_lens)
+    rows = align_rows(batch, num_rows, chosen, nothing, alignment=1, front=0, size=seqs)
+    return CallLayout(
+        rows, None, list_tiles(batch, chosen, 1, seqs), _of_rows(batch, num_rows, chosen)
+    )
+
+
+def _chunk_layout(
+    batch: RaggedBatch,
+    num_rows: int,
+    chosen: jax.Array,
+    shape: KernelShape,
+    sizes: TileSizes,
+    batch_invariant: bool,
+) -> CallLayout:
+    """A page of `new` is free before and behind all, so that its ends are read as whole pages."""
+    seqs = min(len(chosen), num_rows if batch_invariant else num_rows // 2)
+    align, page = shape.token_alignment, shape.block_size
+    old = batch.context_lens - jnp.diff(batch.query_start)
+    rows = align_rows(
+        batch,
+        num_rows,
+        chosen,
+        jnp.zeros_like(old),
+        alignment=align,
+        front=0,
+        size=most_rows(num_rows, seqs, align, with_offset=False) + sizes.tile,
+    )
+    new = align_rows(
+        batch,
+        num_rows,
+        chosen,
+        old % shape.alignment,
+        alignment=shape.alignment,
+        front=page,
+        size=2 * page + most_rows(num_rows, seqs, shape.alignment, with_offset=True),
+    )
+    work = list_tiles(batch, chosen, sizes.tile, num_rows // sizes.tile + seqs)
+    return CallLayout(rows, new, work, _of_rows(batch, num_rows, chosen))
+
+
+def _of_rows(batch: RaggedBatch, num_rows: int, chosen: jax.Array) -> jax.Array:
+    """bool[N]: rows of the `chosen` sequences; padding rows are nobody's."""
+    own = _segment(batch.query_start[1:], jnp.arange(num_rows, dtype=jnp.int32))
+    return jnp.pad(chosen, (0, 1))[own]

@@ -15,17 +15,17 @@ class Static(NamedTuple):
       tile: tokens of a tile.
       pages: pages of a fetch.
       keys: keys of one matrix product; divides `pages * block_size`.
-      strip: rows of `new` that go over a page: the whole page, or the one sublane tile of a decode.
+      is_decode: every sequence has one token, and `new` one row for each.
       alignment: rows of a sublane tile of the pool.
       table_width: columns of the block table.
-      soft_cap: see above.
+      soft_cap: see `tpu_kernel`.
     """
 
     group: int
     tile: int
     pages: int
     keys: int
-    strip: int
+    is_decode: bool
     alignment: int
     table_width: int
     soft_cap: float | None
@@ -40,7 +40,7 @@ class Scalars(NamedTuple):
       tile_seq: sequence of each tile.
       tile_first: index of a tile's first token among the new ones of its sequence.
       q_start: i32[S], first token of a sequence in `q`.
-      new_start: i32[S], row of `new` with the first token of a sequence, rounded down to a tile.
+      new_start: i32[S], row of a chunk's first token in `new`, rounded down to a sublane tile.
       query_lens: i32[S].
       context_lens: i32[S].
     """
@@ -71,7 +71,7 @@ class Scratch(NamedTuple):
     Attributes:
       q: [2, KVH, R, W]. acc: f32[2, KVH, R, W], which becomes the result.
       top, total: f32[KVH, R, 1], running maximum and sum of the softmax.
-      kv: [2, KVH, pages * T, 2 * D]. new: [2, KVH, pages or 1 times strip, 2 * D].
+      kv: [2, KVH, pages * T, 2 * D]. new: [2, KVH, pages * T, 2 * D], or one row of a decode.
       scales: f32[2, pages, KVH, 2, T].
       num_writes: i32[2] in SMEM, pages on their way out of each half of `kv`.
     """

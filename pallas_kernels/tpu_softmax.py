@@ -60,20 +60,31 @@ def attend(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array, half: jax.Ar
 
 
 def _each_head(op: Operands, tile, j, key, slot, half, *, masked: bool) -> None:
+    """One product of keys with the rows of each head.
+
+    What is not `masked` all rows see. Of the rest, V and its scales are zero where nothing was
+    fetched: 0 * NaN is NaN.
+    """
     _, kv_heads, num_rows, _ = op.scratch.q.shape
     visible = _visible(op, tile, key) if masked else None
-    written = _written(op, tile, key) if masked else None
+
+    def clean(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.where(_written(op, tile, key, x.shape, axis), x, jnp.zeros((), x.dtype))
 
     def head(h: jax.Array, carry: int) -> int:
-        k, v = _load(op, h, j, slot, written)
+        k, v = _load(op, h, j, slot)
+        k_scales, v_scales = _scales(op, h, 0, j, slot), _scales(op, h, 1, j, slot)
+        if masked:
+            v = clean(v, 0)
+            v_scales = v_scales if v_scales is None else clean(v_scales, 1)
         s = _dot(op.scratch.q[half, h], k, 1)
-        if op.scratch.scales is not None:
-            s *= _scales(op, h, 0, j, slot)
+        if k_scales is not None:
+            s *= k_scales
         if op.static.soft_cap is not None:
             s = op.static.soft_cap * jnp.tanh(s / op.static.soft_cap)
         if visible is not None:
             s = jnp.where(visible, s, MASKED)
-        _accumulate(op, h, s, v, _scales(op, h, 1, j, slot), half)
+        _accumulate(op, h, s, v, v_scales, half)
         return carry
 
     # The few rows of a decode leave units idle: all heads side by side.
@@ -94,18 +105,14 @@ def _accumulate(op: Operands, h, s: jax.Array, v: jax.Array, v_scales, half: jax
     top[h] = new_top
 
 
-def _load(op: Operands, h, j, slot, written: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """K and V [keys, W] in q's dtype; V is zero where not written: 0 * NaN is NaN."""
-    width = op.scratch.q.shape[3]
-    kv = op.scratch.kv
+def _load(op: Operands, h, j, slot) -> tuple[jax.Array, jax.Array]:
+    """K and V [keys, W] of a head in q's dtype."""
+    width, kv, dtype = op.scratch.q.shape[3], op.scratch.kv, op.hbm.q.dtype
     rows = pl.ds(pl.multiple_of(j * op.static.keys, op.static.keys), op.static.keys)
-    dtype = op.hbm.q.dtype
     if width == kv.shape[3]:
-        k = v = kv[slot, h, rows].astype(dtype)
-    else:
-        k = kv[slot, h, rows, :width].astype(dtype)
-        v = kv[slot, h, rows, width:].astype(dtype)
-    return k, v if written is None else jnp.where(written, v, jnp.zeros((), dtype))
+        both = kv[slot, h, rows].astype(dtype)
+        return both, both
+    return kv[slot, h, rows, :width].astype(dtype), kv[slot, h, rows, width:].astype(dtype)
 
 
 def _visible(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
@@ -119,10 +126,11 @@ def _visible(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
     return (ahead * group <= row) & in_window & exists
 
 
-def _written(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
-    """bool[keys, W]: keys that were fetched, and lie before the tile's end."""
-    shape = (op.static.keys, op.scratch.q.shape[3])
-    position = key + lax.broadcasted_iota(jnp.int32, shape, 0)
+def _written(
+    op: Operands, tile: Tile, key: jax.Array, shape: tuple[int, ...], axis: int
+) -> jax.Array:
+    """bool of a shape with keys along `axis`: those fetched, and before the tile's end."""
+    position = key + lax.broadcasted_iota(jnp.int32, shape, axis)
     return (position >= tile.first_page * op.block_size) & (position < tile.end)
 
 

@@ -48,6 +48,14 @@ class TileSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class TpuTiles:
+    """Sizes of the pieces that the TPU kernel works on, for decodes and for chunks."""
+
+    decode: TileSizes
+    chunk: TileSizes
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShape:
     """What the sizes depend on.
 
@@ -108,6 +116,11 @@ def chip() -> pltpu.TpuInfo:
 def most_table_entries() -> int:
     """Entries of the block tables of a step that fit in SMEM."""
     return int(chip().smem_capacity_bytes * _SMEM_SHARE) // 4
+
+
+def best_tiles(shape: KernelShape, info: pltpu.TpuInfo) -> TpuTiles:
+    """What the cost model says."""
+    return TpuTiles(decode_sizes(shape, info), chunk_sizes(shape, info))
 
 
 def decode_sizes(shape: KernelShape, info: pltpu.TpuInfo) -> TileSizes:

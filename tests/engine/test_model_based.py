@@ -19,6 +19,7 @@ from pagedjax.options import RequestOptions
 from pagedjax.outputs import CompletionOutput, RequestOutput
 from pagedjax.request import FinishReason, TokenLogprobs
 from pagedjax.sampling_params import SamplingParams
+from pallas_kernels import Implementation
 from tests.engine.fresh import assert_idle, fresh_engine, step_until_done
 from tests.engine.tiny import SLIDING, UNIFORM, VOCAB, oracle_logprobs, random_prompts
 
@@ -65,6 +66,7 @@ class Workload:
       overlaps: whether a step is dispatched before the results of the last are known.
       num_decode_steps: see `EngineConfig`.
       resets: whether the prefix cache is emptied before the second of two rounds.
+      attention: of the strained engine; the unlimited one takes XLA's.
     """
 
     model: str
@@ -77,6 +79,7 @@ class Workload:
     num_decode_steps: int
     resets: bool
     arrivals: tuple[Arrival, ...]
+    attention: Implementation | None = None
 
 
 @st.composite
@@ -135,14 +138,14 @@ def intruder(step: int) -> Arrival:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn, block_sizes: tuple[int, ...] = (1, 1, 2, 4)) -> Workload:
     """Requests of about the same size, all of which grow much beyond their prompts."""
     width = draw(st.sampled_from([1, 1, 2, 3, 4]))
     own = draw(st.lists(arrivals(width), min_size=4, max_size=8))
     intrusions = range(1, 80, draw(st.sampled_from([2, 2, 3])))
     return Workload(
         model=draw(st.sampled_from(sorted(MODELS))),
-        block_size=draw(st.sampled_from([1, 1, 2, 4])),
+        block_size=draw(st.sampled_from(block_sizes)),
         mode=draw(st.sampled_from(["swap", "recompute", "auto"])),
         spare=draw(st.sampled_from([0, 0, 2])),
         host_blocks=draw(st.sampled_from([300, 60, 20, 0])),
@@ -201,6 +204,7 @@ def strained_engine(workload: Workload) -> LLMEngine:
         preemption_mode=workload.mode,
         async_scheduling=workload.overlaps,
         num_decode_steps=workload.num_decode_steps,
+        attention=workload.attention,
     )
 
 
@@ -344,6 +348,20 @@ def assert_strained(counts: Counter[str]) -> None:
 
 def test_a_strained_engine_gives_what_an_unlimited_one_gives() -> None:
     assert_strained(stress(70))
+
+
+def test_the_tpu_kernel_gives_the_same_tokens_under_strain() -> None:
+    """Blocks that come and go, are shared, copied and written in part, under the kernel's hands."""
+    counts: Counter[str] = Counter()
+
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(workloads((8,)))
+    def check(workload: Workload) -> None:
+        run(dataclasses.replace(workload, attention="mosaic_tpu_interpret"), counts)
+
+    check()
+    assert counts["swaps"] + counts["recomputes"] > 0, counts
+    assert counts["copied"] > 0, counts
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""One call of the TPU kernel: its operands, buffers and parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.tpu_kernel import run
+from pallas_kernels.tpu_layout import CallLayout
+from pallas_kernels.tpu_operands import Hbm, Operands, Scalars, Scratch, Static
+from pallas_kernels.tpu_tiles import KernelShape, TileSizes, check_sizes, chip, vmem_limit
+
+MOST_CONTEXT = 1 << 23  # positions times rows of a token stay below 2**31
+
+
+def call_kernel(
+    q: jax.Array,
+    new: jax.Array | None,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    layer: jax.Array | int,
+    batch: RaggedBatch,
+    layout: CallLayout,
+    shape: KernelShape,
+    sizes: TileSizes,
+    *,
+    is_decode: bool,
+    soft_cap: float | None,
+    window: jax.Array | int,
+    sinks: jax.Array | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the sequences of a layout.
+
+    Args:
+      q: [N, KVH, G, W], scaled, in the compute dtype.
+      new: [N, KVH, 2 * D] in the pool's dtype, or None.
+
+    Returns:
+      `(f32[N, KVH, G, D], unspecified in the rows of others, pool)`.
+    """
+    check_sizes(shape, sizes)
+    group = shape.row_group(is_decode=is_decode)
+    static = Static(
+        group=group,
+        tile=sizes.tile,
+        pages=sizes.pages,
+        keys=sizes.keys,
+        is_decode=is_decode,
+        alignment=shape.alignment,
+        table_width=batch.block_tables.shape[1],
+        soft_cap=soft_cap,
+    )
+    rows = layout.rows
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, group - shape.group), (0, 0)))
+    q = q[rows.source].transpose(1, 0, 2, 3).reshape(shape.kv_heads, -1, shape.width)
+    if new is not None and is_decode:
+        new = new[rows.source][:, :, None]
+    elif new is not None:
+        assert layout.new is not None
+        new = new[layout.new.source].transpose(1, 0, 2)
+    out, pool = _pallas_call(
+        static,
+        shape,
+        _scalars(batch, layout, layer, window),
+        q,
+        new,
+        scales,
+        pool,
+        _sink_rows(sinks, shape, static),
+        interpret,
+    )
+    out = out.reshape(shape.kv_heads, -1, group, shape.width)[:, rows.target]
+    return out[:, :, : shape.group, -shape.head_dim :].transpose(1, 0, 2, 3), pool
+
+
+def _scalars(
+    batch: RaggedBatch, layout: CallLayout, layer: jax.Array | int, window: jax.Array | int
+) -> Scalars:
+    work, rows = layout.tiles, layout.rows
+    window = jnp.minimum(jnp.asarray(window, jnp.int32), MOST_CONTEXT)
+    return Scalars(
+        call=jnp.stack([jnp.asarray(layer, jnp.int32), window, work.count]),
+        tables=batch.block_tables.reshape(-1),
+        tile_seq=work.seq,
+        tile_first=work.first,
+        q_start=rows.start,
+        new_start=rows.start if layout.new is None else layout.new.start,
+        query_lens=jnp.diff(batch.query_start),
+        context_lens=batch.context_lens,
+    )
+
+
+def _sink_rows(sinks: jax.Array | None, shape: KernelShape, static: Static) -> jax.Array | None:
+    """f32[KVH, R, 1]: the sink of every row of a tile."""
+    if sinks is None:
+        return None
+    sinks = sinks.astype(jnp.float32).reshape(shape.kv_heads, 1, shape.group)
+    sinks = jnp.pad(sinks, ((0, 0), (0, 0), (0, static.group - shape.group)))
+    return jnp.tile(sinks, (1, static.tile, 1)).reshape(shape.kv_heads, -1, 1)
+
+
+def _pallas_call(
+    static: Static,
+    shape: KernelShape,
+    scalars: Scalars,
+    q: jax.Array,
+    new: jax.Array | None,
+    scales: jax.Array | None,
+    pool: jax.Array,
+    sinks: jax.Array | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns f32[KVH, M * group, W] and the pool, which is written in place."""
+    sizes = TileSizes(static.tile, static.pages, static.keys)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    inputs = {"q": q, "new": new, "scales": scales, "sinks": sinks, "pool": pool}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    specs = [in_vmem if name == "sinks" else in_hbm for name in inputs]
+    scratch = _scratch(static, shape, q, new, scales, pool)
+    used = [name for name, x in scratch._asdict().items() if x is not None]
+
+    def kernel(*refs: Any) -> None:
+        numbers = Scalars(*refs[: len(scalars)])
+        refs = refs[len(scalars) :]
+        given = dict(zip(inputs, refs, strict=False))
+        out, pool_out, *buffers = refs[len(inputs) :]
+        held = dict.fromkeys(Scratch._fields) | dict(zip(used, buffers, strict=True))
+        hbm = Hbm(given["q"], given.get("new"), given.get("scales"), pool_out, out)
+        run(Operands(static, numbers, hbm, Scratch(**held), given.get("sinks")))
+
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
+        grid=(1,),
+        in_specs=specs,
+        out_specs=[in_hbm, in_hbm],
+        scratch_shapes=[x for x in scratch if x is not None],
+    )
+    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=grid,
+        out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        # The pool is the last input.
+        input_output_aliases={len(scalars) + len(inputs) - 1: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit(shape, sizes, chip()),
+        ),
+        interpret=interpret,
+        name="paged_attention_decode" if static.is_decode else "paged_attention_chunk",
+    )(*scalars, *inputs.values())
+
+
+def _scratch(
+    static: Static,
+    shape: KernelShape,
+    q: jax.Array,
+    new: jax.Array | None,
+    scales: jax.Array | None,
+    pool: jax.Array,
+) -> Scratch:
+    rows, span = static.tile * static.group, static.pages * shape.block_size
+    heads, width = shape.kv_heads, shape.width
+    new_rows = 1 if static.is_decode else span
+
+    def vmem(dtype: DTypeLike, *size: int) -> Any:
+        return pltpu.VMEM(size, dtype)
+
+    two = pltpu.SemaphoreType.DMA((2,))
+    return Scratch(
+        q=vmem(q.dtype, 2, heads, rows, width),
+        acc=vmem(jnp.float32, 2, heads, rows, width),
+        top=vmem(jnp.float32, heads, rows, 1),
+        total=vmem(jnp.float32, heads, rows, 1),
+        kv=vmem(pool.dtype, 2, heads, span, 2 * shape.head_dim),
+        new=None if new is None else vmem(new.dtype, 2, heads, new_rows, 2 * shape.head_dim),
+        scales=None
+        if scales is None
+        else vmem(jnp.float32, 2, static.pages, heads, 2, shape.block_size),
+        num_writes=pltpu.SMEM((2,), jnp.int32),
+        q_sem=two,
+        out_sem=two,
+        fetch_sem=two,
+        write_sem=two,
+    )

@@ -1,0 +1,177 @@
+"""What a call of the TPU kernel moves and multiplies, counted on the host.
+
+Written from the rules that `tpu_kernel` states, not from its code, so that either can be checked
+against the other. A tile of `tile` tokens that starts at position p of a sequence:
+
+    sees pages    max(0, p - window + 1) // T  up to the one of its last token
+    fetches       those that hold earlier tokens, or something behind the context's end to be kept
+    reads         its queries, and of `new` a row (decode) or a page of rows per page with new ones
+    writes        its result, and the pages with new tokens that no later tile sees
+    multiplies    all its rows with whole groups of `keys` keys around those pages
+
+The least a kernel could do: read every page with an earlier token that some row sees, every new row
+and every query once, and multiply a row with the keys that it sees.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_kernels.tpu_tiles import KernelShape, TileSizes, TpuTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Sums over the tiles of both calls, decodes and chunks, which write this step's rows.
+
+    Attributes:
+      pages_fetched: pages read from the pool.
+      pages_needed: pages with an earlier token that some row sees, once for every tile: keys and
+        values are to be read at most once per block of queries.
+      pages_distinct: the same, once for every sequence; for decodes there is no difference.
+      new_row_bytes: read from `new`.
+      bytes_read: pages, scales, new rows and queries. bytes_written: pages and results.
+      least_bytes: to be read, with `pages_needed`, and new rows and queries once.
+      products: query rows times keys that are multiplied, per KV head, masked ones included.
+      least_products: query heads times keys that they see, per KV head.
+    """
+
+    pages_fetched: int = 0
+    pages_needed: int = 0
+    pages_distinct: int = 0
+    new_row_bytes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    least_bytes: int = 0
+    products: int = 0
+    least_products: int = 0
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read over the least."""
+        return self.bytes_read / self.least_bytes
+
+    @property
+    def padding(self) -> float:
+        """Products over the least."""
+        return self.products / self.least_products
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*map(sum, zip(_values(self), _values(other), strict=True)))
+
+
+def attention_traffic(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    shape: KernelShape,
+    tiles: TpuTiles,
+    window: int | None,
+) -> Traffic:
+    """The traffic of a batch; batch-invariant calls are not counted.
+
+    Args:
+      query_lens: tokens of this step, per sequence. context_lens: all of them, theirs included.
+      shape, tiles: what `tpu_attention` works with.
+      window: see `paged_attention`.
+    """
+    total = Traffic()
+    for query, context in zip(query_lens, context_lens, strict=True):
+        sequence = _Sequence(int(query), int(context), shape, window)
+        total += sequence.of_tiles(tiles.decode if query == 1 else tiles.chunk)
+    return total
+
+
+class _Tile(NamedTuple):
+    """Positions of the first token and behind the last, and the pages that some row sees."""
+
+    start: int
+    end: int
+    pages: range
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sequence:
+    query: int
+    context: int
+    shape: KernelShape
+    window: int | None
+
+    @property
+    def old(self) -> int:
+        return self.context - self.query
+
+    def tiles(self, size: int) -> Iterator[_Tile]:
+        for start in range(self.old, self.context, size):
+            end = min(start + size, self.context)
+            last_page = (end - 1) // self.shape.block_size
+            pages = range(self.first_seen(start) // self.shape.block_size, last_page + 1)
+            yield _Tile(start, end, pages)
+
+    def first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def of_tiles(self, sizes: TileSizes) -> Traffic:
+        work = list(self.tiles(sizes.tile))
+        following = [*work[1:], None]
+        tiles = [self.of_tile(t, then, sizes) for t, then in zip(work, following, strict=True)]
+        total = sum(tiles, Traffic())
+        distinct = {page for t in work for page in t.pages if page * self.shape.block_size < self.old}
+        seen = [position - self.first_seen(position) + 1 for position in self.positions]
+        shape, once = self.shape, self.query * self.shape.kv_heads
+        query_bytes = shape.group * shape.head_dim * shape.compute_dtype.itemsize
+        return dataclasses.replace(
+            total,
+            pages_distinct=len(distinct),
+            least_bytes=total.least_bytes + once * (_row_bytes(shape) + query_bytes),
+            least_products=shape.group * int(np.sum(seen)),
+        )
+
+    @property
+    def positions(self) -> range:
+        return range(self.old, self.context)
+
+    def of_tile(self, tile: _Tile, then: _Tile | None, sizes: TileSizes) -> Traffic:
+        """All but what is counted once for a sequence; `then` is its next tile."""
+        shape, size = self.shape, self.shape.block_size
+        is_decode = self.query == 1
+        page_bytes = shape.kv_heads * (size * _row_bytes(shape))
+        scale_bytes = shape.kv_heads * 2 * size * 4 if shape.is_quantized else 0
+        needed = [page for page in tile.pages if page * size < self.old]
+        kept = [page for page in tile.pages if (page + 1) * size > self.context]
+        touched = [page for page in tile.pages if (page + 1) * size > self.old]
+        written = [page for page in touched if then is None or page not in then.pages]
+        fetched = len({*needed, *kept})
+        new_rows = len(touched) * (1 if is_decode else size)
+        rows = sizes.tile * shape.row_group(is_decode=is_decode)
+        of_row = shape.kv_heads * shape.width
+        new_bytes = new_rows * shape.kv_heads * _row_bytes(shape)
+        return Traffic(
+            pages_fetched=fetched,
+            pages_needed=len(needed),
+            new_row_bytes=new_bytes,
+            bytes_read=fetched * page_bytes
+            + len(tile.pages) * scale_bytes
+            + new_bytes
+            + rows * of_row * shape.compute_dtype.itemsize,
+            bytes_written=len(written) * page_bytes + rows * of_row * 4,
+            least_bytes=len(needed) * (page_bytes + scale_bytes),
+            products=rows * _multiplied_keys(tile, size, sizes.keys),
+        )
+
+
+def _row_bytes(shape: KernelShape) -> int:
+    """Of K and V of a token and KV head."""
+    return 2 * shape.head_dim * shape.kv_dtype.itemsize
+
+
+def _multiplied_keys(tile: _Tile, block_size: int, keys: int) -> int:
+    """Whole products from the tile's first page to its last token."""
+    first = tile.pages.start * block_size // keys
+    return (-(-tile.end // keys) - first) * keys
+
+
+def _values(traffic: Traffic) -> tuple[int, ...]:
+    return dataclasses.astuple(traffic)

@@ -1,0 +1,110 @@
+"""The TPU kernel, compiled by the real compilers of every chip: what it supports, and in place."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import (
+    RaggedBatch,
+    head_lanes,
+    most_table_entries,
+    paged_attention,
+    paged_attention_and_write,
+)
+from tests.deviceless.targets import Compiled, compile_for
+
+CHIPS = ("v5e", "v6e", "v7x")
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
+HEADS = {64: (15, 5), 80: (8, 8), 96: (14, 2), 128: (32, 8), 256: (4, 1)}
+"""Query and KV heads by head size: groups of 3, 1, 7 and 4."""
+BLOCK_SIZE, NUM_BLOCKS = 64, 4096
+MATRIX = list(itertools.product(CHIPS, DTYPES, HEADS))
+PAIRS = [case for n, case in enumerate(MATRIX) if n % 7 == 0]  # all chips, dtypes and head sizes
+
+
+def compile_kernel(
+    chip: str,
+    dtype: str,
+    head_dim: int,
+    *,
+    table: tuple[int, int] = (16, 32),
+    writes: bool = True,
+    batch_invariant: bool = False,
+) -> tuple[Compiled, jax.ShapeDtypeStruct]:
+    """Compile attention of 64 rows with a window; sinks and a soft cap in turns."""
+    num_heads, kv_heads = HEADS[head_dim]
+    lanes, num_seqs = head_lanes(head_dim, "tpu"), table[0]
+    pool = jax.ShapeDtypeStruct((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * lanes), dtype)
+    is_quantized = pool.dtype.itemsize == 1
+    scales = (*pool.shape[:3], 2, BLOCK_SIZE)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    row = jax.ShapeDtypeStruct((64, kv_heads, head_dim), jnp.float32)
+    batch = RaggedBatch(
+        jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+        jax.ShapeDtypeStruct(table, jnp.int32),
+    )
+
+    def attend(pool, scales, q, k, v, layer, batch, window, sinks):
+        options = {
+            "sm_scale": head_dim**-0.5,
+            "soft_cap": 30.0 if head_dim > 80 else None,
+            "window": window,
+            "sinks": sinks,
+            "implementation": "mosaic_tpu",
+            "batch_invariant": batch_invariant,
+        }
+        if not writes:
+            return paged_attention(q, pool, scales, layer, batch, **options), pool
+        return paged_attention_and_write(q, k, v, pool, scales, layer, batch, **options)
+
+    compiled = compile_for(
+        chip,
+        attend,
+        pool,
+        jax.ShapeDtypeStruct(scales, jnp.float32) if is_quantized else None,
+        jax.ShapeDtypeStruct((64, num_heads, head_dim), jnp.float32),
+        row,
+        row,
+        number,
+        batch,
+        number,
+        jax.ShapeDtypeStruct((num_heads,), jnp.float32) if head_dim < 128 else None,
+        donate=(0, 1),
+    )
+    return compiled, pool
+
+
+def assert_compiles_in_place(chip: str, dtype: str, head_dim: int, **options) -> None:
+    compiled, pool = compile_kernel(chip, dtype, head_dim, **options)
+    size = pool.size * pool.dtype.itemsize
+    assert compiled.alias_bytes >= size
+    assert compiled.temp_bytes < size / 4
+    assert not compiled.copies_of(pool.shape)
+
+
+@pytest.mark.parametrize(("chip", "dtype", "head_dim"), PAIRS)
+def test_compiles_and_writes_in_place(chip, dtype, head_dim):
+    assert_compiles_in_place(chip, dtype, head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "dtype", "head_dim"), MATRIX)
+def test_the_whole_matrix_compiles_and_writes_in_place(chip, dtype, head_dim):
+    assert_compiles_in_place(chip, dtype, head_dim)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_largest_tables_that_are_accepted_fit_in_scalar_memory(chip):
+    assert_compiles_in_place(chip, "bfloat16", 128, table=(64, most_table_entries() // 64))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_one_tile_shape_for_every_row_compiles(chip):
+    assert_compiles_in_place(chip, "bfloat16", 128, batch_invariant=True)
+
+
+def test_attention_alone_reads_the_pool_where_it_is():
+    assert_compiles_in_place("v6e", "bfloat16", 64, writes=False)
