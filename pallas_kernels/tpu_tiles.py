@@ -177,6 +177,8 @@ def _fit(shape: KernelShape, info: pltpu.TpuInfo, tile: int, *, is_decode: bool)
     wanted = LATENCY_S * info.mem_bw_bytes_per_second / page_bytes
     existing = -(-shape.num_keys // (unit * shape.block_size))
     units = max(1, min(-(-int(wanted) // unit), existing))
+    if is_decode and units > 2:
+        units = -(-units // 4) * 4  # so that a product can take four
     while units > 1 and _vmem(shape, TileSizes(tile, units * unit, keys)) > _budget(info):
         units -= 1
     if is_decode:  # wide products: few rows are cheap, and each product costs its latency
