@@ -9,6 +9,7 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from pagedjax.bad_words import bad_word_ids
 from pagedjax.beam_search import BeamSearch, BeamSearchParams
@@ -24,6 +25,7 @@ from pagedjax.memory import block_bytes, default_block_size, default_num_blocks
 from pagedjax.metrics import EngineMetrics, EngineSnapshot
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, check_same_shapes
+from pagedjax.models.layout import place_params
 from pagedjax.options import RequestOptions
 from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import RequestOutput
@@ -103,7 +105,8 @@ class LLMEngine:
         size = block_bytes(model, self.limits.block_size, kv_dtype, device.platform)
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
         # Committed to the device as every step's result is: a difference would compile twice.
-        state, params = jax.device_put((state, params), device)
+        here = SingleDeviceSharding(device)
+        state, params = jax.device_put(state, here), place_params(params, here)
         self._eos_ids = frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.compiles = CompileLog()
         self.runner = Runner(
@@ -248,7 +251,8 @@ class LLMEngine:
           ConfigError: names the parameter whose shape or dtype differs.
         """
         check_same_shapes(self.runner.params, params)
-        self.runner.params = jax.device_put(params, jax.tree.leaves(self.runner.params)[0].sharding)
+        here = jax.tree.leaves(self.runner.params)[0].sharding
+        self.runner.params = place_params(params, here)
         self._weights_version += 1
         self.reset_prefix_cache()
         for tracked in self._processor.tracked.values():

@@ -4,6 +4,7 @@ from pagedjax.models.errors import CheckpointError, ConfigError, PagedJaxError
 
 __all__ = [
     "CheckpointError",
+    "CompilerNotInstalledError",
     "ConfigError",
     "EngineDeadError",
     "InvalidRequestError",
@@ -11,6 +12,10 @@ __all__ = [
     "PagedJaxError",
     "TokenizerError",
 ]
+
+
+class CompilerNotInstalledError(PagedJaxError, ModuleNotFoundError):
+    """The compiler for a chip that is to be compiled for is not installed here."""
 
 
 class InvalidRequestError(PagedJaxError, ValueError):

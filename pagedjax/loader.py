@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from pagedjax.config import EngineConfig
 from pagedjax.demo import GEMMA_3_270M, demo_model_path
@@ -14,6 +15,7 @@ from pagedjax.errors import ModelNotFoundError
 from pagedjax.models.checkpoint import load_gguf, load_hf
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params
+from pagedjax.models.layout import place_params
 from pagedjax.models.saved_params import restore_params, save_params
 from pagedjax.tokenizer import Tokenizer
 
@@ -45,7 +47,14 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
         raise ModelNotFoundError(
             f"model {str(model)!r} is no directory, no GGUF file, and not {GEMMA_3_270M!r}"
         )
-    platform = jax.default_backend()
+    loaded = _load(path, config, jax.default_backend())
+    here = SingleDeviceSharding(jax.devices()[0])
+    # Before anybody else holds the parameters, so that the two forms are there one by one only.
+    return dataclasses.replace(loaded, params=place_params(loaded.params, here, donate=True))
+
+
+def _load(path: Path, config: EngineConfig, platform: str) -> LoadedModel:
+    """From the source, or what was kept of it."""
     dtype = None if config.dtype == "auto" else config.dtype
     if config.cache_dir is None:
         return _convert(path, dtype, platform)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.tpu_kernel import run
@@ -130,7 +129,8 @@ def _pallas_call(
         refs = refs[len(scalars) :]
         given = dict(zip(inputs, refs, strict=False))
         out, pool_out, *buffers = refs[len(inputs) :]
-        held = dict.fromkeys(Scratch._fields) | dict(zip(used, buffers, strict=True))
+        unused = dict.fromkeys(Scratch._fields)
+        held = unused | dict(zip(used, buffers, strict=True))
         hbm = Hbm(given["q"], given.get("new"), given.get("scales"), pool_out, out)
         run(Operands(static, numbers, hbm, Scratch(**held), given.get("sinks")))
 
@@ -139,7 +139,7 @@ def _pallas_call(
         grid=(1,),
         in_specs=specs,
         out_specs=[in_hbm, in_hbm],
-        scratch_shapes=[x for x in scratch if x is not None],
+        scratch_shapes=tuple(x for x in scratch if x is not None),
     )
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
@@ -169,21 +169,20 @@ def _scratch(
     heads, width = shape.kv_heads, shape.width
     new_rows = 1 if static.is_decode else span
 
-    def vmem(dtype: DTypeLike, *size: int) -> Any:
+    def vmem(dtype: jnp.dtype, *size: int) -> Any:
         return pltpu.VMEM(size, dtype)
 
-    two = pltpu.SemaphoreType.DMA((2,))
+    f32 = jnp.dtype(jnp.float32)
+    two: Any = pltpu.SemaphoreType.DMA((2,))
     return Scratch(
         q=vmem(q.dtype, 2, heads, rows, width),
-        acc=vmem(jnp.float32, 2, heads, rows, width),
-        top=vmem(jnp.float32, heads, rows, 1),
-        total=vmem(jnp.float32, heads, rows, 1),
+        acc=vmem(f32, 2, heads, rows, width),
+        top=vmem(f32, heads, rows, 1),
+        total=vmem(f32, heads, rows, 1),
         kv=vmem(pool.dtype, 2, heads, span, 2 * shape.head_dim),
         new=None if new is None else vmem(new.dtype, 2, heads, new_rows, 2 * shape.head_dim),
-        scales=None
-        if scales is None
-        else vmem(jnp.float32, 2, static.pages, heads, 2, shape.block_size),
-        num_writes=pltpu.SMEM((2,), jnp.int32),
+        scales=None if scales is None else vmem(f32, 2, static.pages, heads, 2, shape.block_size),
+        num_writes=pltpu.SMEM((2,), jnp.dtype(jnp.int32)),
         q_sem=two,
         out_sem=two,
         fetch_sem=two,

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_operands import Operands, Tile
+from pallas_kernels.tpu_operands import Operands, Ref, Tile
 
 Copy = Any  # an asynchronous copy: start(), wait()
 Rows = Any  # a slice of rows, at a traced start
@@ -50,24 +50,24 @@ def new_copy(
     """What goes over a page: a decode's only row, or a page of rows, at their place in it."""
     new, buffer, sem = op.hbm.new, op.scratch.new, op.scratch.fetch_sem.at[slot]
     if op.static.is_decode:
-        source, target = new.at[op.scalars.q_start[tile.seq]], buffer.at[slot]  # type: ignore
+        source, target = new.at[op.scalars.q_start[tile.seq]], buffer.at[slot]
     else:
         align, size = op.static.alignment, op.block_size
         row = op.scalars.new_start[tile.seq] + page * size - tile.old // align * align
-        source = new.at[:, pl.ds(pl.multiple_of(row, align), size)]  # type: ignore
-        target = buffer.at[slot, :, page_rows(op, i, page)]  # type: ignore
+        source = new.at[:, pl.ds(pl.multiple_of(row, align), size)]
+        target = buffer.at[slot, :, page_rows(op, i, page)]
     return pltpu.make_async_copy(source, target, sem)
 
 
 def scales_copy(
     op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
 ) -> Copy:
-    source = op.hbm.scales.at[op.layer, op.block(tile, page)]  # type: ignore
-    target = op.scratch.scales.at[slot, page - i * op.static.pages]  # type: ignore
+    source = op.hbm.scales.at[op.layer, op.block(tile, page)]
+    target = op.scratch.scales.at[slot, page - i * op.static.pages]
     return pltpu.make_async_copy(source, target, op.scratch.fetch_sem.at[slot])
 
 
-def _page(op: Operands, tile: Tile, page: jax.Array) -> jax.Array:
+def _page(op: Operands, tile: Tile, page: jax.Array) -> Ref:
     return op.hbm.pool.at[op.layer, op.block(tile, page)]
 
 

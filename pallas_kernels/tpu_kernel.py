@@ -126,10 +126,10 @@ def lay_new_rows(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> Non
             position = tile.old // strip * strip
             first_key = i * op.static.pages * size
             rows = pl.ds(pl.multiple_of(position - first_key, strip), strip)
-            fresh = jnp.broadcast_to(new[slot], shape)  # type: ignore
+            fresh = jnp.broadcast_to(new[slot], shape)
         else:
             position, rows = page * size, page_rows(op, i, page)
-            fresh = new[slot, :, rows]  # type: ignore
+            fresh = new[slot, :, rows]
         positions = position + lax.broadcasted_iota(jnp.int32, shape, 1)
         is_new = (positions >= tile.old) & (positions < tile.context)
         kv[slot, :, rows] = jnp.where(is_new, fresh, kv[slot, :, rows])

@@ -1,10 +1,12 @@
 """What the TPU kernel works on, and where the pages of a tile begin and end."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+
+Ref = Any  # to memory on the chip; before there is one, its shape; None where it is not used
 
 
 class Static(NamedTuple):
@@ -58,11 +60,11 @@ class Scalars(NamedTuple):
 class Hbm(NamedTuple):
     """Arrays that stay in HBM; `new` is None where nothing is written, `scales` for plain pools."""
 
-    q: jax.Array
-    new: jax.Array | None
-    scales: jax.Array | None
-    pool: jax.Array
-    out: jax.Array
+    q: Ref
+    new: Ref
+    scales: Ref
+    pool: Ref
+    out: Ref
 
 
 class Scratch(NamedTuple):
@@ -76,18 +78,18 @@ class Scratch(NamedTuple):
       num_writes: i32[2] in SMEM, pages on their way out of each half of `kv`.
     """
 
-    q: jax.Array
-    acc: jax.Array
-    top: jax.Array
-    total: jax.Array
-    kv: jax.Array
-    new: jax.Array | None
-    scales: jax.Array | None
-    num_writes: jax.Array
-    q_sem: jax.Array
-    out_sem: jax.Array
-    fetch_sem: jax.Array
-    write_sem: jax.Array
+    q: Ref
+    acc: Ref
+    top: Ref
+    total: Ref
+    kv: Ref
+    new: Ref
+    scales: Ref
+    num_writes: Ref
+    q_sem: Ref
+    out_sem: Ref
+    fetch_sem: Ref
+    write_sem: Ref
 
 
 class Tile(NamedTuple):
@@ -119,7 +121,7 @@ class Operands(NamedTuple):
     scalars: Scalars
     hbm: Hbm
     scratch: Scratch
-    sinks: jax.Array | None
+    sinks: Ref
 
     @property
     def block_size(self) -> int:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from pagedjax import host_blocks
-from pagedjax.batch import build_batch, stop_input
+from pagedjax.batch import stop_input
 from pagedjax.decode_ahead import decode_ahead
+from pagedjax.deviceless import abstract_step
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
-from pagedjax.models.decoder import KVCache, abstract_params
+from pagedjax.models.decoder import KVCache
+from pagedjax.models.layout import param_formats
 from pagedjax.models.rope import RopeConfig
-from pagedjax.runner import init_state
-from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
@@ -69,7 +69,8 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attentio
     kernel = KERNELS.get(target, "xla") if attention == "kernel" else "xla"
     params, state, batch = inputs_of_a_step(model, rows, platform(target), kernel)
     run = functools.partial(step, model, ())
-    compiled = compile_for(target, run, params, state, batch, donate=(1,))
+    place = placed_as_an_engine_does
+    compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
@@ -80,7 +81,8 @@ def test_several_decode_steps_in_one_go_update_the_pool_in_place(target):
     kernel = KERNELS.get(target, "xla")
     params, state, batch = inputs_of_a_step(model, 8, platform(target), kernel)
     run = functools.partial(decode_ahead, model, (), (1, 2), 4)
-    compiled = compile_for(target, run, params, state, batch, stop_input([], 8), donate=(1,))
+    args, place = (params, state, batch, stop_input([], 8)), placed_as_an_engine_does
+    compiled = compile_for(target, run, *args, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
@@ -88,26 +90,14 @@ def test_several_decode_steps_in_one_go_update_the_pool_in_place(target):
 def inputs_of_a_step(model, rows, backend, attention):
     """Abstract parameters and state, and a batch of padding for 8 sequences."""
     limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.windows)
-    dtype = jnp.dtype(model.dtype)
-    state = jax.eval_shape(
-        lambda: init_state(
-            model,
-            limits,
-            num_blocks=4096,
-            kv_dtype=dtype,
-            platform=backend,
-            attention=attention,
-        )
+    return abstract_step(
+        model, limits, num_tokens=rows, num_blocks=4096, platform=backend, attention=attention
     )
-    batch = build_batch(
-        [],
-        num_tokens=rows,
-        num_seqs=8,
-        num_groups=limits.num_groups,
-        table_width=limits.table_width,
-        rows=SamplingRows(8),
-    )
-    return abstract_params(model, backend), state, batch
+
+
+def placed_as_an_engine_does(args, here):
+    params, *rest = args
+    return param_formats(params, here), *(jax.tree.map(lambda _: here, arg) for arg in rest)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])

@@ -1,5 +1,7 @@
 """Configurations as published models have them, in the style of transformers 4."""
 
+from tests.scripts.load import load_script
+
 # Written beside the fields that matter.
 NOISE = {
     "_name_or_path": "somebody/some-model",
@@ -79,18 +81,7 @@ QWEN25_7B = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
-QWEN3_06B = {
-    **QWEN25_7B,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-}
+QWEN3_06B = {**NOISE, **load_script("real_models").QWEN3_06B}
 GEMMA3_1B = {
     **NOISE,
     "architectures": ["Gemma3ForCausalLM"],
