@@ -176,7 +176,7 @@ def _fit(shape: KernelShape, info: pltpu.TpuInfo, tile: int, *, is_decode: bool)
     page_bytes = shape.kv_heads * shape.block_size * 2 * shape.head_dim * shape.kv_dtype.itemsize
     wanted = LATENCY_S * info.mem_bw_bytes_per_second / page_bytes
     existing = -(-shape.num_keys // (unit * shape.block_size))
-    units = max(1, min(-(-int(wanted) // unit), existing))
+    units = max(1, min(math.ceil(wanted / unit), existing))
     if is_decode and units > 2:
         units = -(-units // 4) * 4  # so that a product can take four
     while units > 1 and _vmem(shape, TileSizes(tile, units * unit, keys)) > _budget(info):

@@ -4,7 +4,7 @@ Written from the rules that `tpu_kernel` states, not from its code, so that eith
 against the other. A tile of `tile` tokens that starts at position p of a sequence:
 
     sees pages    max(0, p - window + 1) // T  up to the one of its last token
-    fetches       those that hold earlier tokens, or something behind the context's end to be kept
+    fetches       those that hold earlier tokens, or reach behind the context's end
     reads         its queries, and of `new` a row (decode) or a page of rows per page with new ones
     writes        its result, and the pages with new tokens that no later tile sees
     multiplies    all its rows with whole groups of `keys` keys around those pages
@@ -14,10 +14,9 @@ and every query once, and multiply a row with the keys that it sees.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from pallas_kernels.tpu_tiles import KernelShape, TileSizes, TpuTiles
 
@@ -59,7 +58,8 @@ class Traffic:
         return self.products / self.least_products
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*map(sum, zip(_values(self), _values(other), strict=True)))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Traffic(*map(sum, pairs))
 
 
 def attention_traffic(
@@ -113,46 +113,47 @@ class _Sequence:
     def first_seen(self, position: int) -> int:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
+    def needed(self, tile: _Tile) -> list[int]:
+        """Pages with an earlier token that the tile's first row sees."""
+        size, first = self.shape.block_size, self.first_seen(tile.start)
+        return [p for p in tile.pages if max(first, p * size) < min((p + 1) * size, self.old)]
+
     def of_tiles(self, sizes: TileSizes) -> Traffic:
         work = list(self.tiles(sizes.tile))
-        following = [*work[1:], None]
-        tiles = [self.of_tile(t, then, sizes) for t, then in zip(work, following, strict=True)]
-        total = sum(tiles, Traffic())
-        distinct = {page for t in work for page in t.pages if page * self.shape.block_size < self.old}
-        seen = [position - self.first_seen(position) + 1 for position in self.positions]
+        total = Traffic()
+        for tile, then in itertools.zip_longest(work, work[1:]):
+            total += self.of_tile(tile, then, sizes)
+        distinct = {page for tile in work for page in self.needed(tile)}
+        positions = range(self.old, self.context)
+        seen = sum(position - self.first_seen(position) + 1 for position in positions)
         shape, once = self.shape, self.query * self.shape.kv_heads
         query_bytes = shape.group * shape.head_dim * shape.compute_dtype.itemsize
         return dataclasses.replace(
             total,
             pages_distinct=len(distinct),
             least_bytes=total.least_bytes + once * (_row_bytes(shape) + query_bytes),
-            least_products=shape.group * int(np.sum(seen)),
+            least_products=shape.group * seen,
         )
-
-    @property
-    def positions(self) -> range:
-        return range(self.old, self.context)
 
     def of_tile(self, tile: _Tile, then: _Tile | None, sizes: TileSizes) -> Traffic:
         """All but what is counted once for a sequence; `then` is its next tile."""
         shape, size = self.shape, self.shape.block_size
         is_decode = self.query == 1
-        page_bytes = shape.kv_heads * (size * _row_bytes(shape))
+        page_bytes = shape.kv_heads * size * _row_bytes(shape)
         scale_bytes = shape.kv_heads * 2 * size * 4 if shape.is_quantized else 0
-        needed = [page for page in tile.pages if page * size < self.old]
-        kept = [page for page in tile.pages if (page + 1) * size > self.context]
+        needed = self.needed(tile)
+        fetched = [p for p in tile.pages if p * size < self.old or (p + 1) * size > self.context]
         touched = [page for page in tile.pages if (page + 1) * size > self.old]
         written = [page for page in touched if then is None or page not in then.pages]
-        fetched = len({*needed, *kept})
         new_rows = len(touched) * (1 if is_decode else size)
         rows = sizes.tile * shape.row_group(is_decode=is_decode)
         of_row = shape.kv_heads * shape.width
         new_bytes = new_rows * shape.kv_heads * _row_bytes(shape)
         return Traffic(
-            pages_fetched=fetched,
+            pages_fetched=len(fetched),
             pages_needed=len(needed),
             new_row_bytes=new_bytes,
-            bytes_read=fetched * page_bytes
+            bytes_read=len(fetched) * page_bytes
             + len(tile.pages) * scale_bytes
             + new_bytes
             + rows * of_row * shape.compute_dtype.itemsize,
@@ -171,7 +172,3 @@ def _multiplied_keys(tile: _Tile, block_size: int, keys: int) -> int:
     """Whole products from the tile's first page to its last token."""
     first = tile.pages.start * block_size // keys
     return (-(-tile.end // keys) - first) * keys
-
-
-def _values(traffic: Traffic) -> tuple[int, ...]:
-    return dataclasses.astuple(traffic)

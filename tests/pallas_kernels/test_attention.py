@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import paged_attention, storage_dtype, to_storage
+from pallas_kernels.blocks import quantize_rows
 from pallas_kernels.reference import reference_attention
 from tests.pallas_kernels.random_batch import RandomCase, random_case
 
@@ -94,7 +95,7 @@ def test_the_batched_decode_of_other_platforms_matches_the_oracle():
 
     case = random_case(3, [(1, 1), (1, 37), (6, 20), (1, 90)], padding_seqs=2)
     call = module._Call(
-        jnp.asarray(case.pool), 1, jnp.dtype(jnp.float32), 0.3, None, jnp.int32(11), None
+        jnp.asarray(case.pool), None, 1, jnp.dtype(jnp.float32), 0.3, None, jnp.int32(11), None
     )
     q = jnp.asarray(case.q)
     is_decode = jnp.diff(case.batch.query_start) == 1
@@ -113,6 +114,54 @@ def test_half_precision_pools_kept_as_bits(dtype):
     case.pool = np.asarray(jnp.asarray(case.pool).astype(dtype).astype(jnp.float32))
     got = xla(case, 0, stored, sm_scale=0.25, kv_dtype=dtype)
     np.testing.assert_allclose(got, oracle(case, 0, sm_scale=0.25), rtol=0, atol=0.03)
+
+
+def padded(case: RandomCase, lanes: int) -> np.ndarray:
+    """The pool with `lanes` for K and for V of a head, zero behind those in use."""
+    halves = case.pool.reshape(*case.pool.shape[:4], 2, -1)
+    more = ((0, 0),) * 5 + ((0, lanes - halves.shape[-1]),)
+    return np.pad(halves, more).reshape(*case.pool.shape[:4], 2 * lanes)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_pools_whose_lanes_are_padded(invariant):
+    case = random_case(8, [(1, 50), (9, 30), (40, 40)], padding_rows=2)
+    want = oracle(case, 1, sm_scale=0.25)
+    case.pool = padded(case, 24)
+    got = xla(case, 1, sm_scale=0.25, batch_invariant=invariant)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(oracle(case, 1, sm_scale=0.25), want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_pools_are_read_as_elements_times_their_scales(dtype, invariant, implementation):
+    case = random_case(9, [(1, 50), (9, 30), (40, 40)], padding_rows=2)
+    case.pool = padded(case, 24)
+    halves = case.pool.reshape(*case.pool.shape[:4], 2, 24)
+    elements, scales = quantize_rows(jnp.nan_to_num(halves), dtype)
+    # The scales of whatever nobody wrote are NaN, too.
+    is_written = np.isfinite(halves).all(-1)
+    scales = jnp.where(is_written, scales, np.float32(np.nan))
+    values = np.asarray(elements).astype(np.float32) * np.asarray(scales)[..., None]
+    case.pool = values.reshape(case.pool.shape)
+    stored = to_storage(elements.reshape(case.pool.shape), dtype, storage_dtype(dtype, "cpu"))
+    options = {"sm_scale": 0.25, "window": 33}
+    got = paged_attention(
+        jnp.asarray(case.q),
+        stored,
+        scales.swapaxes(-1, -2),
+        0,
+        case.batch,
+        kv_dtype=dtype,
+        implementation=implementation,
+        batch_invariant=invariant,
+        **options,
+    )
+    assert np.isfinite(got).all()
+    got = np.asarray(got)[: case.num_rows]
+    np.testing.assert_allclose(got, oracle(case, 0, **options), rtol=2e-5, atol=2e-5)
 
 
 def test_a_traced_layer_and_window_under_jit():
@@ -142,9 +191,11 @@ def test_bad_arguments_are_refused_with_their_values():
     q, pool = jnp.asarray(case.q), jnp.asarray(case.pool)
     with pytest.raises(ValueError, match="cuda_core"):
         paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, implementation="cuda_core")  # type: ignore
-    with pytest.raises(ValueError, match=r"q \(2, 4, 12\)"):
-        paged_attention(q[..., :12], pool, None, 0, case.batch, sm_scale=1.0)
+    with pytest.raises(ValueError, match=r"q \(2, 4, 17\)"):
+        paged_attention(jnp.zeros((2, 4, 17)), pool, None, 0, case.batch, sm_scale=1.0)
     with pytest.raises(ValueError, match="sinks"):
         paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, sinks=jnp.zeros(3))
     with pytest.raises(ValueError, match="uint16"):
         paged_attention(q, pool.astype(jnp.uint16), None, 0, case.batch, sm_scale=1.0)
+    with pytest.raises(ValueError, match=r"scales \(2, 2\)"):
+        paged_attention(q, pool, jnp.ones((2, 2)), 0, case.batch, sm_scale=1.0)

@@ -1,0 +1,140 @@
+"""The cost model of the TPU kernel's sizes, for many shapes and chips."""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import TileSizes
+from pallas_kernels.tpu_tiles import (
+    LATENCY_S,
+    MOST_PADDING,
+    KernelShape,
+    best_tiles,
+    check_sizes,
+    chunk_sizes,
+    decode_sizes,
+    sublanes,
+    vmem_limit,
+)
+
+VERSIONS = ("TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X")
+CHIPS = {v: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[v], 1) for v in VERSIONS}
+DTYPES = {"float32": False, "bfloat16": False, "float8_e4m3fn": True, "int8": True}
+
+
+def shapes() -> list[KernelShape]:
+    """Every combination that the kernel takes."""
+    every = itertools.product(
+        (1, 2, 3, 8, 16, 32), (1, 3, 4, 8), (64, 128, 192, 256), (16, 32, 64, 256), DTYPES.items()
+    )
+    return [
+        KernelShape(heads, group, dim, size, keys, jnp.dtype(dtype), is_quantized)
+        for heads, group, dim, size, (dtype, is_quantized) in every
+        if size % sublanes(jnp.dtype(dtype)) == 0
+        for keys in (size, 1 << 15)
+    ]
+
+
+def scratch_bytes(shape: KernelShape, sizes: TileSizes) -> int:
+    """Bytes of VMEM that the kernel declares, in whole tiles of (sublanes, 128 lanes)."""
+
+    def tiled(dtype: jnp.dtype, *dims: int) -> int:
+        *outer, rows, lanes = dims
+        rows = -(-rows // sublanes(dtype)) * sublanes(dtype)
+        return math.prod(outer) * rows * -(-lanes // 128) * 128 * dtype.itemsize
+
+    f32 = jnp.dtype(jnp.float32)
+    is_decode, span = sizes.tile == 1, sizes.pages * shape.block_size
+    rows = sizes.tile * shape.row_group(is_decode=is_decode)
+    heads, both = shape.kv_heads, 2 * shape.head_dim
+    total = tiled(shape.compute_dtype, 2, heads, rows, shape.width)
+    total += tiled(f32, 2, heads, rows, shape.width) + 2 * tiled(f32, heads, rows, 1)
+    total += tiled(shape.kv_dtype, 2, heads, span, both)
+    total += tiled(shape.kv_dtype, 2, heads, 1 if is_decode else span, both)
+    if shape.is_quantized:
+        total += tiled(f32, 2, sizes.pages, heads, 2, shape.block_size)
+    return total
+
+
+def is_smallest(shape: KernelShape, sizes: TileSizes) -> bool:
+    """Whether nothing smaller is a whole number of products and of sublane tiles."""
+    pages = math.lcm(128, shape.block_size) // shape.block_size
+    return sizes.pages == pages and sizes.tile in (1, shape.token_alignment)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_sizes_fit_in_half_of_vmem_and_are_valid(chip):
+    info = CHIPS[chip]
+    for shape in shapes():
+        tiles = best_tiles(shape, info)
+        for sizes in (tiles.decode, tiles.chunk):
+            check_sizes(shape, sizes)
+            needed = scratch_bytes(shape, sizes)
+            assert needed <= info.vmem_capacity_bytes / 2 or is_smallest(shape, sizes), shape
+            limit = vmem_limit(shape, sizes, info)
+            assert needed < limit < info.vmem_capacity_bytes or is_smallest(shape, sizes), shape
+        assert tiles.decode.tile == 1
+        assert tiles.chunk.tile % shape.token_alignment == 0
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_fetch_covers_the_latency_unless_the_context_or_vmem_is_smaller(chip):
+    info = CHIPS[chip]
+    for shape in shapes():
+        row_bytes = shape.kv_heads * 2 * shape.head_dim * shape.kv_dtype.itemsize
+        sizes = decode_sizes(shape, info)
+        span = sizes.pages * shape.block_size
+        twice = scratch_bytes(shape, TileSizes(1, 2 * sizes.pages, sizes.keys))
+        covers = span * row_bytes >= LATENCY_S * info.mem_bw_bytes_per_second
+        assert covers or span >= shape.num_keys or twice > info.vmem_capacity_bytes / 2, shape
+        # Nor is it larger than that, but for whole products of up to four times as many keys.
+        least = math.lcm(128, shape.block_size)
+        surplus = (span - 4 * least) * row_bytes
+        assert surplus <= LATENCY_S * info.mem_bw_bytes_per_second, shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_are_taller_where_a_byte_has_to_serve_more_operations(dtype):
+    shape = KernelShape(8, 4, 128, 64, 1 << 15, jnp.dtype(dtype), DTYPES[dtype])
+    chips = [info for name, info in CHIPS.items() if name != "TPU_V4"]  # its VMEM is too small
+    chips.sort(key=intensity)
+    rows = [chunk_sizes(shape, info).tile * shape.group for info in chips]
+    assert rows == sorted(rows)
+
+
+def intensity(info: pltpu.TpuInfo) -> float:
+    """FLOPs in the time of a byte."""
+    return info.bf16_ops_per_second / info.mem_bw_bytes_per_second
+
+
+def test_a_prefill_tile_reaches_the_roofline_where_padding_allows():
+    for info, group in itertools.product(CHIPS.values(), (1, 4, 8)):
+        shape = KernelShape(8, group, 128, 64, 1 << 15, jnp.dtype(jnp.bfloat16), False)
+        tile = chunk_sizes(shape, info).tile
+        reaches = tile * group >= intensity(info)
+        assert reaches or chunk_padding(2 * tile) > MOST_PADDING
+
+
+def chunk_padding(tile: int, chunk: int = 512, keys: int = 128) -> float:
+    """Products over those needed, of a prompt in tiles that multiply whole groups of keys."""
+    done = sum(tile * -(-(first + tile) // keys) * keys for first in range(0, chunk, tile))
+    return done / (chunk * (chunk + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (TileSizes(16, 2, 48), "must divide pages"),
+        (TileSizes(16, 0, 16), "must divide pages"),
+        (TileSizes(0, 2, 16), "must divide pages"),
+        (TileSizes(10, 2, 32), "tile must be a multiple of 16"),
+        (TileSizes(16, 2, 16), "multiple of the block size, 32"),
+    ],
+)
+def test_sizes_that_the_kernel_cannot_work_with_are_refused(sizes, reason):
+    shape = KernelShape(2, 3, 128, 32, 256, jnp.dtype(jnp.int8), True)
+    with pytest.raises(ValueError, match=reason):
+        check_sizes(shape, sizes)
