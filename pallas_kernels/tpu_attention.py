@@ -137,6 +137,7 @@ def tpu_attention(
                 shape,
                 sizes,
                 is_decode=part is layout.decode,
+                batch_invariant=batch_invariant,
                 soft_cap=soft_cap,
                 window=window,
                 sinks=sinks,

@@ -28,6 +28,7 @@ def call_kernel(
     sizes: TileSizes,
     *,
     is_decode: bool,
+    batch_invariant: bool,
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
@@ -51,6 +52,7 @@ def call_kernel(
         keys=sizes.keys,
         is_decode=is_decode,
         alignment=shape.alignment,
+        masks_all=batch_invariant,
         table_width=batch.block_tables.shape[1],
         soft_cap=soft_cap,
     )

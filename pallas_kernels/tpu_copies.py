@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -40,8 +41,37 @@ def page_copy(
 def write_copy(
     op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
 ) -> Copy:
-    source = op.scratch.kv.at[slot, :, page_rows(op, i, page)]
-    return pltpu.make_async_copy(source, _page(op, tile, page), op.scratch.write_sem.at[slot])
+    there, here = _written(op, tile, i, page, slot)
+    return pltpu.make_async_copy(here, there, op.scratch.write_sem.at[slot])
+
+
+def kept_copy(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> Copy:
+    """What lies beside the row of a decode that begins a page."""
+    there, here = _written(op, tile, i, page, slot)
+    return pltpu.make_async_copy(there, here, op.scratch.fetch_sem.at[slot])
+
+
+def _written(
+    op: Operands, tile: Tile, i: jax.Array, page: jax.Array, slot: jax.Array | int
+) -> tuple[Ref, Ref]:
+    """The part of a page that is written, in the pool and in `kv`."""
+    there = _page(op, tile, page)
+    rows = written_part(op, tile, i, page)
+    if op.static.is_decode:
+        row = tile.old // op.written_rows * op.written_rows - page * op.block_size
+        there = there.at[:, pl.ds(pl.multiple_of(row, op.written_rows), op.written_rows)]
+    return there, op.scratch.kv.at[slot, :, rows]
+
+
+def written_part(op: Operands, tile: Tile, i: jax.Array, page: jax.Array) -> Rows:
+    """Where the part of a page that is written lies in `kv`."""
+    if not op.static.is_decode:
+        return page_rows(op, i, page)
+    size = op.written_rows
+    row = tile.old // size * size - i * op.static.pages * op.block_size
+    return pl.ds(pl.multiple_of(row, size), size)
 
 
 def new_copy(
@@ -101,6 +131,12 @@ def _each_copy(op: Operands, tile, i, slot, act) -> None:
             def _():
                 act(new_copy(op, tile, i, page, slot))
 
+            if op.static.is_decode:
+
+                @pl.when(jnp.logical_not(op.is_fetched(tile, page)))
+                def _():
+                    act(kept_copy(op, tile, i, page, slot))
+
         return carry
 
     lax.fori_loop(*op.pages_of(tile, i), of_page, 0)
@@ -108,8 +144,9 @@ def _each_copy(op: Operands, tile, i, slot, act) -> None:
 
 def wait_for_writes(op: Operands, slot: jax.Array | int) -> None:
     """Until half `slot` of `kv` may be overwritten. All writes are of one size."""
-    page = op.scratch.kv.at[slot, :, pl.ds(0, op.block_size)]
-    copy = pltpu.make_async_copy(page, op.hbm.pool.at[0, 0], op.scratch.write_sem.at[slot])
+    rows = pl.ds(0, op.written_rows)
+    source, target = op.scratch.kv.at[slot, :, rows], op.hbm.pool.at[0, 0, :, rows]
+    copy = pltpu.make_async_copy(source, target, op.scratch.write_sem.at[slot])
 
     def wait(_: jax.Array, carry: int) -> int:
         copy.wait()

@@ -24,10 +24,11 @@ across sequences. While one is worked on, the next is in flight:
     fetch n       wait; put new rows over the old page; start to write it; attend
     tile t        queries of t + 1 in flight, result of t - 1 on its way out
 
-A page is fetched if it holds tokens of earlier steps (or must keep what lies behind its new rows);
-new tokens come from `new`, never from a page that this step writes. A page is written by the last
-tile that sees it, so no page is read after it was written, and nothing waits for a write but the
-fetch that needs its buffer.
+A page is fetched if it holds tokens of earlier steps (or must keep what lies behind a chunk's new
+rows); new tokens come from `new`, never from a page that this step writes. A page is written by the
+last tile that sees it, so no page is read after it was written, and nothing waits for a write but
+the fetch that needs its buffer. Of a decode's page only the sublane tile with the new row is
+written, and fetched if there is nothing else in the page.
 
 Sources: PagedAttention (Kwon et al., arXiv:2309.06180), FlashAttention's online softmax (Dao et
 al., arXiv:2205.14135), ragged paged attention on TPU (arXiv:2604.15464).
@@ -43,11 +44,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.tpu_copies import (
     fetch,
     out_copy,
-    page_rows,
     q_copy,
     wait_for_fetch,
     wait_for_writes,
     write_copy,
+    written_part,
 )
 from pallas_kernels.tpu_operands import Operands, Tile
 from pallas_kernels.tpu_softmax import attend, finish_softmax, start_softmax
@@ -115,20 +116,18 @@ def lay_new_rows(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> Non
 
     What a page holds behind the context's end stays as it is.
     """
-    kv, new, size = op.scratch.kv, op.scratch.new, op.block_size
+    kv, new = op.scratch.kv, op.scratch.new
     start, end = op.pages_of(tile, i)
-    # A decode changes one row: no more than its sublane tile is read and written.
-    strip = op.static.alignment if op.static.is_decode else size
+    size = op.written_rows
+    shape = (kv.shape[1], size, kv.shape[3])
 
     def of_page(page: jax.Array, carry: int) -> int:
-        shape = (kv.shape[1], strip, kv.shape[3])
+        rows = written_part(op, tile, i, page)
         if op.static.is_decode:
-            position = tile.old // strip * strip
-            first_key = i * op.static.pages * size
-            rows = pl.ds(pl.multiple_of(position - first_key, strip), strip)
+            position = tile.old // size * size
             fresh = jnp.broadcast_to(new[slot], shape)
         else:
-            position, rows = page * size, page_rows(op, i, page)
+            position = page * size
             fresh = new[slot, :, rows]
         positions = position + lax.broadcasted_iota(jnp.int32, shape, 1)
         is_new = (positions >= tile.old) & (positions < tile.context)
@@ -141,4 +140,4 @@ def lay_new_rows(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array) -> Non
 
         return carry
 
-    lax.fori_loop(jnp.maximum(start, tile.old // size), end, of_page, 0)
+    lax.fori_loop(jnp.maximum(start, tile.old // op.block_size), end, of_page, 0)

@@ -19,6 +19,7 @@ class Static(NamedTuple):
       keys: keys of one matrix product; divides `pages * block_size`.
       is_decode: every sequence has one token, and `new` one row for each.
       alignment: rows of a sublane tile of the pool.
+      masks_all: also products that every row sees whole, so that all go through the same sums.
       table_width: columns of the block table.
       soft_cap: see `tpu_kernel`.
     """
@@ -29,6 +30,7 @@ class Static(NamedTuple):
     keys: int
     is_decode: bool
     alignment: int
+    masks_all: bool
     table_width: int
     soft_cap: float | None
 
@@ -181,11 +183,19 @@ class Operands(NamedTuple):
         start = page * self.block_size
         if self.hbm.new is None:
             return start >= 0
-        return (start < tile.old) | (start + self.block_size > tile.context)
+        holds_old = start < tile.old
+        if self.static.is_decode:  # keeps what lies beside its row by fetching no more than that
+            return holds_old
+        return holds_old | (start + self.block_size > tile.context)
 
     def is_touched(self, tile: Tile, page: jax.Array) -> jax.Array:
         """Whether a page gets new tokens; it is none behind the context's end."""
         return (page + 1) * self.block_size > tile.old
+
+    @property
+    def written_rows(self) -> int:
+        """Rows of a page that go back to the pool: a decode's sublane tile, else all."""
+        return self.static.alignment if self.static.is_decode else self.block_size
 
     def block(self, tile: Tile, page: jax.Array) -> jax.Array:
         """The physical block of a page of the tile's sequence."""

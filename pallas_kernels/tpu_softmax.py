@@ -45,6 +45,8 @@ def attend(op: Operands, tile: Tile, i: jax.Array, slot: jax.Array, half: jax.Ar
     def product(j: jax.Array, carry: int) -> int:
         key = first_key + j * keys
         sees_all = (key + keys <= tile.position + 1) & (key > last_row - op.window)
+        if op.static.masks_all:
+            sees_all = jnp.zeros_like(sees_all)
 
         @pl.when(sees_all)
         def _():

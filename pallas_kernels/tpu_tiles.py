@@ -151,9 +151,20 @@ def padding(tile: int, keys: int, chunk: int) -> float:
 
 
 def vmem_limit(shape: KernelShape, sizes: TileSizes, info: pltpu.TpuInfo) -> int:
-    """Bytes of VMEM to ask for: what the kernel declares, and as much again for its temporaries."""
+    """Bytes of VMEM to ask for: what the kernel declares, and as much again for its temporaries.
+
+    Raises:
+      NotImplementedError: it does not fit.
+    """
     scores = 8 * max(sizes.tile * shape.group, 16) * sizes.keys * 4
-    return min(int(info.vmem_capacity_bytes * 0.9), 2 * _vmem(shape, sizes) + scores + (4 << 20))
+    most = int(info.vmem_capacity_bytes * 0.9)
+    need = _vmem(shape, sizes)
+    if need > most:
+        raise NotImplementedError(
+            f"{sizes} for {shape} takes {need} bytes of VMEM and the chip has {most} for it; lower "
+            "the block size, or give smaller tpu_tiles"
+        )
+    return min(most, 2 * need + scores + (4 << 20))
 
 
 def _roofline_rows(shape: KernelShape, info: pltpu.TpuInfo) -> float:

@@ -4,9 +4,11 @@ Written from the rules that `tpu_kernel` states, not from its code, so that eith
 against the other. A tile of `tile` tokens that starts at position p of a sequence:
 
     sees pages    max(0, p - window + 1) // T  up to the one of its last token
-    fetches       those that hold earlier tokens, or reach behind the context's end
+    fetches       those that hold earlier tokens, or reach behind a chunk's end; the sublane tile
+                  of its row, if a decode begins a page
     reads         its queries, and of `new` a row (decode) or a page of rows per page with new ones
-    writes        its result, and the pages with new tokens that no later tile sees
+    writes        its result, and the pages with new tokens that no later tile sees (a decode: the
+                  sublane tile of its row)
     multiplies    all its rows with whole groups of `keys` keys around those pages
 
 The least a kernel could do: read every page with an earlier token that some row sees, every new row
@@ -118,6 +120,10 @@ class _Sequence:
         size, first = self.shape.block_size, self.first_seen(tile.start)
         return [p for p in tile.pages if max(first, p * size) < min((p + 1) * size, self.old)]
 
+    def keeps_more(self, page: int) -> bool:
+        """Whether a page must be fetched for what lies behind a chunk's end."""
+        return self.query > 1 and (page + 1) * self.shape.block_size > self.context
+
     def of_tiles(self, sizes: TileSizes) -> Traffic:
         work = list(self.tiles(sizes.tile))
         total = Traffic()
@@ -142,10 +148,12 @@ class _Sequence:
         page_bytes = shape.kv_heads * size * _row_bytes(shape)
         scale_bytes = shape.kv_heads * 2 * size * 4 if shape.is_quantized else 0
         needed = self.needed(tile)
-        fetched = [p for p in tile.pages if p * size < self.old or (p + 1) * size > self.context]
+        fetched = [p for p in tile.pages if p * size < self.old or self.keeps_more(p)]
         touched = [page for page in tile.pages if (page + 1) * size > self.old]
         written = [page for page in touched if then is None or page not in then.pages]
         new_rows = len(touched) * (1 if is_decode else size)
+        part_bytes = page_bytes * shape.alignment // size if is_decode else page_bytes
+        begins_page = is_decode and self.old % size == 0
         rows = sizes.tile * shape.row_group(is_decode=is_decode)
         of_row = shape.kv_heads * shape.width
         new_bytes = new_rows * shape.kv_heads * _row_bytes(shape)
@@ -154,10 +162,11 @@ class _Sequence:
             pages_needed=len(needed),
             new_row_bytes=new_bytes,
             bytes_read=len(fetched) * page_bytes
+            + begins_page * part_bytes
             + len(tile.pages) * scale_bytes
             + new_bytes
             + rows * of_row * shape.compute_dtype.itemsize,
-            bytes_written=len(written) * page_bytes + rows * of_row * 4,
+            bytes_written=len(written) * part_bytes + rows * of_row * 4,
             least_bytes=len(needed) * (page_bytes + scale_bytes),
             products=rows * _multiplied_keys(tile, size, sizes.keys),
         )

@@ -199,10 +199,10 @@ def kernel_traffic(model: DecoderConfig, shape: Shape, target: str) -> dict[str,
         flops = 4 * model.head_dim * model.num_kv_heads
         numbers |= {
             f"{name}: MB read": total.bytes_read / 1e6,
-            f"{name}: of the least": total.read_ratio,
+            f"{name}: read / least": total.read_ratio,
             f"{name}: MB written": total.bytes_written / 1e6,
             f"{name}: GFLOP": total.products * flops / 1e9,
-            f"{name}: GFLOP of the least": total.padding,
+            f"{name}: GFLOP / least": total.padding,
         }
     return numbers
 
