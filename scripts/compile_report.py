@@ -15,8 +15,8 @@ to `--context` tokens, is compiled by the chip's own compiler, and the program i
                    or only traffic where they go to the chip's fast memory right away; found by
                    their axes, so something else of the same axes would count, too
 
-and of each Pallas kernel what the compiler tells of its use of VMEM. It tells nothing of SMEM, nor
-of a GPU's shared memory.
+and of each Pallas kernel what the compiler tells of its use of VMEM, and the block tables that it
+keeps in SMEM, of which the compiler tells nothing, nor of a GPU's shared memory.
 
 Of the TPU kernel, what attention reads, writes and multiplies in all layers is counted: when all
 sequences decode at `--context`, and for one chunk of `--num-tokens` that ends there; and how many
@@ -40,6 +40,7 @@ from real_models import REAL_MODELS, real_model
 from rich.console import Console
 from rich.table import Table
 
+from pagedjax.batch import Batch
 from pagedjax.deviceless import (
     TARGETS,
     Compiled,
@@ -88,7 +89,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compiler says, in seconds and bytes; `retiled`: matrix -> bytes."""
+    """What the compiler says, in seconds and bytes; `retiled`: matrix -> bytes.
+
+    `table_bytes`: of a KV group's block tables, which the TPU kernel keeps in SMEM.
+    """
 
     lower_s: float
     compile_s: float
@@ -100,6 +104,7 @@ class Report:
     pool_copies: list[str]
     retiled: dict[str, int]
     kernels: list[Kernel]
+    table_bytes: int
 
     @property
     def in_place(self) -> bool:
@@ -134,10 +139,10 @@ def make_report(
 
     run = functools.partial(step, model, ())
     compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
-    return _read(compiled, params, state)
+    return _read(compiled, params, state, batch)
 
 
-def _read(compiled: Compiled, params: Params, state: EngineState) -> Report:
+def _read(compiled: Compiled, params: Params, state: EngineState, batch: Batch) -> Report:
     return Report(
         lower_s=compiled.lower_s,
         compile_s=compiled.compile_s,
@@ -149,6 +154,7 @@ def _read(compiled: Compiled, params: Params, state: EngineState) -> Report:
         pool_copies=compiled.copies_of(state.cache.pool.shape),
         retiled=_retiled(compiled, params),
         kernels=compiled.program.kernels(),
+        table_bytes=_nbytes(batch.step.block_tables[0]),
     )
 
 
@@ -246,7 +252,7 @@ def make_table(title: str, report: Report, traffic: dict[str, float]) -> Table:
         of_limit = "" if limit is None else f" of {_size(limit)}"
         used = None if kernel.vmem_bytes is None else _size(kernel.vmem_bytes)
         table.add_row(f"kernel {kernel.name}: VMEM", f"{used or 'not told'}{of_limit}")
-        table.add_row(f"kernel {kernel.name}: SMEM", "not told")
+        table.add_row(f"kernel {kernel.name}: SMEM", f"{_size(report.table_bytes)} of block tables")
     for name, value in traffic.items():
         table.add_row(name, f"{value:,.2f}")
     return table
