@@ -18,7 +18,7 @@ from pallas_kernels.tpu_tiles import (
     sublanes,
 )
 
-KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 
 
 def unsupported(
