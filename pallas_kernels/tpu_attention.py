@@ -125,8 +125,8 @@ def tpu_attention(
         if part is None:
             continue
 
-        def compute(pool: jax.Array, part=part, sizes=sizes) -> tuple[jax.Array, jax.Array]:
-            return call_kernel(
+        def compute(pool: jax.Array, part=part, sizes=sizes) -> tuple[jax.Array, jax.Array | None]:
+            found, written = call_kernel(
                 q,
                 new,
                 pool,
@@ -143,10 +143,12 @@ def tpu_attention(
                 sinks=sinks,
                 interpret=interpret,
             )
+            return found, None if new is None else written
 
-        def skip(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros((*parts, lanes), jnp.float32), pool
+        def skip(pool: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            return jnp.zeros((*parts, lanes), jnp.float32), None if new is None else pool
 
-        found, pool = lax.cond(part.tiles.count > 0, compute, skip, pool)
+        found, written = lax.cond(part.tiles.count > 0, compute, skip, pool)
+        pool = pool if written is None else written
         out = jnp.where(part.chosen[:, None, None, None], found, out)
     return out.reshape(num_rows, num_heads, lanes)[..., :head_dim], pool

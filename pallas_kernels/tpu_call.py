@@ -116,7 +116,8 @@ def _pallas_call(
     sinks: jax.Array | None,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns f32[KVH, M * group, W] and the pool, which is written in place."""
+    """Returns f32[KVH, M * group, W] and the pool, which is written in place, if there is `new`."""
+    writes = new is not None
     sizes = TileSizes(static.tile, static.pages, static.keys)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     inputs = {"q": q, "new": new, "scales": scales, "sinks": sinks, "pool": pool}
@@ -130,26 +131,30 @@ def _pallas_call(
         numbers = Scalars(*refs[: len(scalars)])
         refs = refs[len(scalars) :]
         given = dict(zip(inputs, refs, strict=False))
-        out, pool_out, *buffers = refs[len(inputs) :]
+        out, *others = refs[len(inputs) :]
+        # Aliased with the input: the kernel reads, too, where it writes.
+        pool_ref, *buffers = others if writes else [given["pool"], *others]
         unused = dict.fromkeys(Scratch._fields)
         held = unused | dict(zip(used, buffers, strict=True))
-        hbm = Hbm(given["q"], given.get("new"), given.get("scales"), pool_out, out)
+        hbm = Hbm(given["q"], given.get("new"), given.get("scales"), pool_ref, out)
         run(Operands(static, numbers, hbm, Scratch(**held), given.get("sinks")))
 
+    results = [jax.ShapeDtypeStruct(q.shape, jnp.float32)]
+    if writes:
+        results.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
         grid=(1,),
         in_specs=specs,
-        out_specs=[in_hbm, in_hbm],
+        out_specs=[in_hbm] * len(results),
         scratch_shapes=tuple(x for x in scratch if x is not None),
     )
-    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return pl.pallas_call(
+    out, *written = pl.pallas_call(
         kernel,
         grid_spec=grid,
-        out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        out_shape=results,
         # The pool is the last input.
-        input_output_aliases={len(scalars) + len(inputs) - 1: 1},
+        input_output_aliases={len(scalars) + len(inputs) - 1: 1} if writes else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=vmem_limit(shape, sizes, chip()),
@@ -157,6 +162,7 @@ def _pallas_call(
         interpret=interpret,
         name="paged_attention_decode" if static.is_decode else "paged_attention_chunk",
     )(*scalars, *inputs.values())
+    return out, written[0] if writes else pool
 
 
 def _scratch(

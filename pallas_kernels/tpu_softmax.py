@@ -67,18 +67,19 @@ def _each_head(op: Operands, tile, j, key, slot, half, *, masked: bool) -> None:
     What is not `masked` all rows see. Of the rest, V and its scales are zero where nothing was
     fetched: 0 * NaN is NaN.
     """
-    _, kv_heads, num_rows, _ = op.scratch.q.shape
+    _, kv_heads, num_rows, width = op.scratch.q.shape
+    keys = op.static.keys
     visible = _visible(op, tile, key) if masked else None
-
-    def clean(x: jax.Array, axis: int) -> jax.Array:
-        return jnp.where(_written(op, tile, key, x.shape, axis), x, jnp.zeros((), x.dtype))
+    rows_written = _written(op, tile, key, (keys, width), 0) if masked else None
+    scales_written = _written(op, tile, key, (1, keys), 1) if masked else None
 
     def head(h: jax.Array, carry: int) -> int:
         k, v = _load(op, h, j, slot)
         k_scales, v_scales = _scales(op, h, 0, j, slot), _scales(op, h, 1, j, slot)
-        if masked:
-            v = clean(v, 0)
-            v_scales = v_scales if v_scales is None else clean(v_scales, 1)
+        if rows_written is not None:
+            v = jnp.where(rows_written, v, jnp.zeros((), v.dtype))
+        if scales_written is not None and v_scales is not None:
+            v_scales = jnp.where(scales_written, v_scales, 0.0)
         s = _dot(op.scratch.q[half, h], k, 1)
         if k_scales is not None:
             s *= k_scales

@@ -51,20 +51,16 @@ def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
     assert not compiled.copies_of(pool.shape)
 
 
-@pytest.mark.parametrize(  # every pair of values is there
+@pytest.mark.parametrize(
     ("dtype", "windows", "rows", "attention"),
     [
-        ("bfloat16", "uniform", 256, "kernel"),
-        ("bfloat16", "windowed", 8, "kernel"),
-        ("float32", "uniform", 8, "xla"),
-        ("float32", "windowed", 256, "xla"),
-        ("float32", "uniform", 256, "kernel"),
+        ("bfloat16", "windowed", 256, "kernel"),
+        ("bfloat16", "uniform", 8, "kernel"),
+        ("float32", "windowed", 8, "xla"),
     ],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attention):
-    if attention == "kernel" and target not in KERNELS and dtype == "float32":
-        pytest.skip("no kernel for this target: the same program as another case's")
     model = decoder(WINDOWS[windows], dtype)
     kernel = KERNELS.get(target, "xla") if attention == "kernel" else "xla"
     params, state, batch = inputs_of_a_step(model, rows, platform(target), kernel)
