@@ -17,8 +17,9 @@ from tests.deviceless.targets import Compiled, compile_for
 
 CHIPS = ("v5e", "v6e", "v7x")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
-HEADS = {64: (15, 5), 80: (8, 8), 96: (14, 2), 128: (32, 8), 256: (4, 1)}
+HEADS = {64: (6, 2), 80: (2, 2), 96: (14, 2), 128: (8, 2), 256: (4, 1)}
 """Query and KV heads by head size: groups of 3, 1, 7 and 4."""
+MANY_HEADS = (32, 8)
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
 MATRIX = list(itertools.product(CHIPS, DTYPES, HEADS))
 PAIRS = [case for n, case in enumerate(MATRIX) if n % 7 == 0]  # all chips, dtypes and head sizes
@@ -29,12 +30,13 @@ def compile_kernel(
     dtype: str,
     head_dim: int,
     *,
+    heads: tuple[int, int] | None = None,
     table: tuple[int, int] = (16, 32),
     writes: bool = True,
     batch_invariant: bool = False,
 ) -> tuple[Compiled, jax.ShapeDtypeStruct]:
     """Compile attention of 64 rows with a window; sinks and a soft cap in turns."""
-    num_heads, kv_heads = HEADS[head_dim]
+    num_heads, kv_heads = heads or HEADS[head_dim]
     lanes, num_seqs = head_lanes(head_dim, "tpu"), table[0]
     pool = jax.ShapeDtypeStruct((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * lanes), dtype)
     is_quantized = pool.dtype.itemsize == 1
@@ -91,14 +93,15 @@ def test_compiles_and_writes_in_place(chip, dtype, head_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "dtype", "head_dim"), MATRIX)
-def test_the_whole_matrix_compiles_and_writes_in_place(chip, dtype, head_dim):
+@pytest.mark.parametrize(("chip", "dtype", "head_dim"), [c for c in MATRIX if c not in PAIRS])
+def test_the_rest_of_the_matrix_compiles_and_writes_in_place(chip, dtype, head_dim):
     assert_compiles_in_place(chip, dtype, head_dim)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_largest_tables_that_are_accepted_fit_in_scalar_memory(chip):
-    assert_compiles_in_place(chip, "bfloat16", 128, table=(64, most_table_entries() // 64))
+    table = (64, most_table_entries() // 64)
+    assert_compiles_in_place(chip, "bfloat16", 128, heads=MANY_HEADS, table=table)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
