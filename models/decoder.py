@@ -27,6 +27,7 @@ from pallas_kernels import (
     Implementation,
     RaggedBatch,
     TpuLayout,
+    head_lanes,
     paged_attention_and_write,
     plan_attention,
     slot_mapping,
@@ -252,7 +253,8 @@ class Decoder(nnx.Module):
         chex.assert_equal_shape([token_ids, step.positions])
         chex.assert_shape(step.query_start, (num_seqs + 1,))
         chex.assert_shape(step.block_tables, (c.kv_layout.num_groups, num_seqs, None))
-        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, None)
+        both = {2 * c.head_dim, 2 * head_lanes(c.head_dim, "tpu")}
+        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, both)
         chex.assert_shape(cache.pool, pool)
         if cache.batch_invariant:
             chex.assert_is_divisible(len(token_ids), INVARIANT_ROWS)

@@ -23,6 +23,7 @@ from pagedjax.errors import CompilerNotInstalledError
 from pagedjax.hlo_text import Program
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
+from pagedjax.models.layout import param_formats
 from pagedjax.runner import init_state
 from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
@@ -164,6 +165,12 @@ def compile_for(
         compile_s=done - lowered_at,
         program=Program(text),
     )
+
+
+def place_like_engine(args: Any, here: NamedSharding) -> Any:
+    """For `compile_for`: the first of the arguments, parameters, in the formats of an engine."""
+    params, *rest = args
+    return param_formats(params, here), *(jax.tree.map(lambda _: here, arg) for arg in rest)
 
 
 def abstract_step(

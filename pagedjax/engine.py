@@ -8,7 +8,6 @@ from collections import deque
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pagedjax.bad_words import bad_word_ids
@@ -33,14 +32,13 @@ from pagedjax.plan import StepPlan
 from pagedjax.preemption import PreemptionPolicy
 from pagedjax.prompts import Prompt, prompt_token_ids
 from pagedjax.request import FinishReason, Request, derived_seed
-from pagedjax.runner import Runner, init_state
+from pagedjax.runner import Runner, choose_attention, init_state
 from pagedjax.sampling_params import SamplingParams, check_vocabulary
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
-from pallas_kernels import Implementation, choose_implementation, storage_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +97,7 @@ class LLMEngine:
             num_blocks=num_blocks,
             kv_dtype=kv_dtype,
             platform=device.platform,
-            attention=_attention(config.attention, self.limits, kv_dtype, device.platform),
+            attention=choose_attention(config.attention, self.limits, kv_dtype, device.platform),
             batch_invariant=config.deterministic,
         )
         size = block_bytes(model, self.limits.block_size, kv_dtype, device.platform)
@@ -342,25 +340,6 @@ class LLMEngine:
             if getattr(params, name):
                 raise InvalidRequestError(f"{name} is text, and there is no tokenizer for it")
         return ()
-
-
-def _attention(
-    wanted: Implementation | None, limits: SchedulerConfig, kv_dtype: np.dtype, platform: str
-) -> Implementation:
-    """The kernel to use; a named one that cannot serve the model is refused here."""
-    try:
-        return choose_implementation(
-            wanted,
-            platform,
-            kv_dtype=kv_dtype,
-            storage=storage_dtype(kv_dtype, platform),
-            is_quantized=False,
-            block_size=limits.block_size,
-            num_seqs=limits.max_num_seqs,
-            table_width=limits.table_width,
-        )
-    except NotImplementedError as error:
-        raise ConfigError(f"attention: {error}") from error
 
 
 def _limits(model: DecoderConfig, config: EngineConfig, platform: str) -> SchedulerConfig:

@@ -10,7 +10,7 @@ from pagedjax.batch import Batch, build_batch, stop_input
 from pagedjax.buckets import Buckets
 from pagedjax.compile_log import CompileLog
 from pagedjax.decode_ahead import decode_ahead
-from pagedjax.errors import InvalidRequestError
+from pagedjax.errors import ConfigError, InvalidRequestError
 from pagedjax.host_blocks import HostBlocks
 from pagedjax.logits import LogitsProcessor, check_processor
 from pagedjax.memory import pool_shape
@@ -24,7 +24,7 @@ from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots, slot_start
 from pagedjax.step import EngineState, StepOutput, step
-from pallas_kernels import Implementation, storage_dtype
+from pallas_kernels import Implementation, choose_implementation, storage_dtype
 
 MAX_PROCESSORS = 16
 
@@ -32,6 +32,29 @@ MAX_PROCESSORS = 16
 _step = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
 _decode_ahead = jax.jit(decode_ahead, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 _begin = jax.jit(begin, donate_argnums=0)
+
+
+def choose_attention(
+    wanted: Implementation | None, limits: SchedulerConfig, kv_dtype: np.dtype, platform: str
+) -> Implementation:
+    """The kernel that reads the pool; None wants the best for the platform.
+
+    Raises:
+      ConfigError: the named one cannot serve these limits.
+    """
+    try:
+        return choose_implementation(
+            wanted,
+            platform,
+            kv_dtype=kv_dtype,
+            storage=storage_dtype(kv_dtype, platform),
+            is_quantized=False,
+            block_size=limits.block_size,
+            num_seqs=limits.max_num_seqs,
+            table_width=limits.table_width,
+        )
+    except NotImplementedError as error:
+        raise ConfigError(f"attention: {error}") from error
 
 
 def init_state(

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -72,44 +72,11 @@ def paged_attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
       NotImplementedError: the named implementation cannot serve this call.
     """
-    kv_dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = _choose(implementation, pool, scales, batch, kv_dtype)
+    dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
+    chosen = _choose(implementation, pool, scales, batch, dtype)
     window = NO_WINDOW if window is None else window
-    if chosen == "reference":
-        return _reference(
-            q, pool, scales, layer, batch, sm_scale, soft_cap, window, sinks, kv_dtype
-        )
-    if chosen == "xla":
-        out = xla_attention(
-            q,
-            pool,
-            scales,
-            layer,
-            batch,
-            kv_dtype=kv_dtype,
-            sm_scale=sm_scale,
-            soft_cap=soft_cap,
-            window=window,
-            sinks=sinks,
-            batch_invariant=batch_invariant,
-        )
-    else:
-        out, _ = tpu_attention(
-            q,
-            None,
-            pool,
-            scales,
-            layer,
-            batch,
-            sm_scale=sm_scale,
-            soft_cap=soft_cap,
-            window=window,
-            sinks=sinks,
-            batch_invariant=batch_invariant,
-            tiles=tpu_tiles,
-            interpret=chosen == "mosaic_tpu_interpret",
-        )
-    return out.astype(q.dtype)
+    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, None, tpu_tiles)
+    return _attend(chosen, q, None, pool, scales, layer, batch, options)[0]
 
 
 def paged_attention_and_write(
@@ -151,46 +118,71 @@ def paged_attention_and_write(
     """
     dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
     chosen = _choose(implementation, pool, scales, batch, dtype)
+    window = NO_WINDOW if window is None else window
+    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, layout, tpu_tiles)
     num_blocks, _, block_size = pool.shape[1:4]
     if slots is None:
         slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
+    new = None
     if chosen in ("xla", "reference"):
         pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=dtype)
-        out = paged_attention(
+    else:
+        new, new_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
+        if scales is not None:
+            scales = write_scales(scales, layer, new_scales, *slots)
+    out, pool = _attend(chosen, q, new, pool, scales, layer, batch, options)
+    return out, pool, scales
+
+
+class _Options(NamedTuple):
+    """What `paged_attention` and `paged_attention_and_write` say of a call; see there."""
+
+    sm_scale: float
+    soft_cap: float | None
+    window: jax.Array | int
+    sinks: jax.Array | None
+    kv_dtype: jnp.dtype
+    batch_invariant: bool
+    layout: TpuLayout | None
+    tpu_tiles: TpuTiles | None
+
+
+def _attend(
+    chosen: Implementation,
+    q: jax.Array,
+    new: jax.Array | None,
+    pool: jax.Array,
+    scales: Scales,
+    layer: jax.Array | int,
+    batch: RaggedBatch,
+    options: _Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention in q's dtype, and the pool; `new` rows only the TPU kernel writes."""
+    if chosen == "reference":
+        return _reference(q, pool, scales, layer, batch, options), pool
+    shared = {
+        "sm_scale": options.sm_scale,
+        "soft_cap": options.soft_cap,
+        "window": options.window,
+        "sinks": options.sinks,
+        "batch_invariant": options.batch_invariant,
+    }
+    if chosen == "xla":
+        out = xla_attention(q, pool, scales, layer, batch, kv_dtype=options.kv_dtype, **shared)
+    else:
+        out, pool = tpu_attention(
             q,
+            new,
             pool,
             scales,
             layer,
             batch,
-            sm_scale=sm_scale,
-            soft_cap=soft_cap,
-            window=window,
-            sinks=sinks,
-            kv_dtype=dtype,
-            implementation=chosen,
-            batch_invariant=batch_invariant,
+            **shared,
+            layout=options.layout,
+            tiles=options.tpu_tiles,
+            interpret=chosen == "mosaic_tpu_interpret",
         )
-        return out, pool, scales
-    new, new_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
-    if scales is not None:
-        scales = write_scales(scales, layer, new_scales, *slots)
-    out, pool = tpu_attention(
-        q,
-        new,
-        pool,
-        scales,
-        layer,
-        batch,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
-        window=NO_WINDOW if window is None else window,
-        sinks=sinks,
-        batch_invariant=batch_invariant,
-        layout=layout,
-        tiles=tpu_tiles,
-        interpret=chosen == "mosaic_tpu_interpret",
-    )
-    return out.astype(q.dtype), pool, scales
+    return out.astype(q.dtype), pool
 
 
 def plan_attention(
@@ -325,11 +317,7 @@ def _reference(
     scales: Scales,
     layer: jax.Array | int,
     batch: RaggedBatch,
-    sm_scale: float,
-    soft_cap: float | None,
-    window: jax.Array | int,
-    sinks: jax.Array | None,
-    kv_dtype: jnp.dtype,
+    options: _Options,
 ) -> jax.Array:
     """The float64 oracle as a jax function: numpy on the host, through a callback under jit."""
 
@@ -337,19 +325,20 @@ def _reference(
         optional = functools.partial(jax.tree.map, np.asarray)  # None stays None
         out = reference_attention(
             np.asarray(q),
-            np.asarray(pool).view(kv_dtype),
+            np.asarray(pool).view(options.kv_dtype),
             int(layer),
             np.asarray(query_start),
             np.asarray(context_lens),
             np.asarray(block_tables),
             scales=optional(scales),
-            sm_scale=sm_scale,
-            soft_cap=soft_cap,
+            sm_scale=options.sm_scale,
+            soft_cap=options.soft_cap,
             window=int(window),
             sinks=optional(sinks),
         )
         return out.astype(q.dtype)
 
     meta = (batch.query_start, batch.context_lens, batch.block_tables)
+    traced = (options.window, options.sinks)
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return jax.pure_callback(on_host, result, q, pool, scales, layer, *meta, window, sinks)
+    return jax.pure_callback(on_host, result, q, pool, scales, layer, *meta, *traced)

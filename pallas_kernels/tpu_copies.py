@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu_operands import Operands, Ref, Tile
+from pallas_kernels.tpu_tiles import sublanes
 
 Copy = Any  # an asynchronous copy: start(), wait()
 Rows = Any  # a slice of rows, at a traced start
@@ -27,8 +28,7 @@ def out_copy(op: Operands, tile: Tile, half: jax.Array | int) -> Copy:
 
 def _rows(op: Operands, tile: Tile) -> Rows:
     rows = op.scratch.q.shape[2]
-    sublanes = 32 // op.hbm.q.dtype.itemsize
-    return pl.ds(pl.multiple_of(tile.q_row, sublanes), rows)
+    return pl.ds(pl.multiple_of(tile.q_row, sublanes(op.hbm.q.dtype)), rows)
 
 
 def page_copy(

@@ -47,6 +47,7 @@ from pagedjax.deviceless import (
     abstract_step,
     compile_for,
     mesh_of,
+    place_like_engine,
     platform,
 )
 from pagedjax.errors import CompilerNotInstalledError, ConfigError
@@ -54,10 +55,10 @@ from pagedjax.hlo_text import Kernel
 from pagedjax.memory import default_num_blocks
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
-from pagedjax.models.layout import param_formats
+from pagedjax.runner import choose_attention
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import EngineState, step
-from pallas_kernels import Implementation, choose_implementation, head_lanes, storage_dtype
+from pallas_kernels import Implementation, head_lanes
 from pallas_kernels.tpu_tiles import KernelShape, best_tiles, chip
 from pallas_kernels.tpu_traffic import Traffic, attention_traffic
 
@@ -133,10 +134,7 @@ def make_report(
         attention=attention,
     )
 
-    def place(args: tuple, here: Any) -> tuple:
-        default, *rest = (jax.tree.map(lambda _: here, arg) for arg in args)
-        return (default if default_formats else param_formats(args[0], here), *rest)
-
+    place = None if default_formats else place_like_engine
     run = functools.partial(step, model, ())
     compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
     return _read(compiled, params, state, batch)
@@ -302,7 +300,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         num_blocks = args.num_blocks or blocks_that_fit(model, args.target, shape)
         shape = dataclasses.replace(shape, num_blocks=num_blocks)
-        attention = _attention(args.attention, model, args.target, shape)
+        limits, dtype = shape.limits(model), jax.numpy.dtype(model.dtype)
+        attention = choose_attention(args.attention, limits, dtype, platform(args.target))
         report = make_report(model, args.target, shape, attention, args.default_formats)
     except (CompilerNotInstalledError, ConfigError, NotImplementedError) as error:
         sys.exit(f"{args.model} on {args.target}: {error}")
@@ -326,23 +325,6 @@ def main(argv: list[str] | None = None) -> None:
             "traffic": traffic,
         }
         args.json.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
-
-
-def _attention(
-    wanted: Implementation | None, model: DecoderConfig, target: str, shape: Shape
-) -> Implementation:
-    """The kernel that an engine would take."""
-    backend = platform(target)
-    return choose_implementation(
-        wanted,
-        backend,
-        kv_dtype=model.dtype,
-        storage=storage_dtype(model.dtype, backend),
-        is_quantized=False,
-        block_size=shape.block_size,
-        num_seqs=shape.num_seqs,
-        table_width=shape.limits(model).table_width,
-    )
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import pytest
 from pagedjax import host_blocks
 from pagedjax.batch import stop_input
 from pagedjax.decode_ahead import decode_ahead
-from pagedjax.deviceless import abstract_step
+from pagedjax.deviceless import abstract_step, place_like_engine
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache
-from pagedjax.models.layout import param_formats
 from pagedjax.models.rope import RopeConfig
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
@@ -65,7 +64,7 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attentio
     kernel = KERNELS.get(target, "xla") if attention == "kernel" else "xla"
     params, state, batch = inputs_of_a_step(model, rows, platform(target), kernel)
     run = functools.partial(step, model, ())
-    place = placed_as_an_engine_does
+    place = place_like_engine
     compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -77,7 +76,7 @@ def test_several_decode_steps_in_one_go_update_the_pool_in_place(target):
     kernel = KERNELS.get(target, "xla")
     params, state, batch = inputs_of_a_step(model, 8, platform(target), kernel)
     run = functools.partial(decode_ahead, model, (), (1, 2), 4)
-    args, place = (params, state, batch, stop_input([], 8)), placed_as_an_engine_does
+    args, place = (params, state, batch, stop_input([], 8)), place_like_engine
     compiled = compile_for(target, run, *args, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -89,11 +88,6 @@ def inputs_of_a_step(model, rows, backend, attention):
     return abstract_step(
         model, limits, num_tokens=rows, num_blocks=4096, platform=backend, attention=attention
     )
-
-
-def placed_as_an_engine_does(args, here):
-    params, *rest = args
-    return param_formats(params, here), *(jax.tree.map(lambda _: here, arg) for arg in rest)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])

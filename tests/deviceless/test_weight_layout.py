@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from pagedjax import deviceless
 from pagedjax.batch import stop_input
 from pagedjax.decode_ahead import decode_ahead
-from pagedjax.deviceless import abstract_step
+from pagedjax.deviceless import abstract_step, place_like_engine
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.layout import param_formats, place_params
 from pagedjax.models.rope import RopeConfig
@@ -49,11 +49,7 @@ def compiled(target: str, what: str, in_formats: bool) -> Compiled:
     else:
         fn = functools.partial(decode_ahead, MODEL, (), (1, 2), 4)
         args = (*INPUTS, stop_input([], 8))
-
-    def place(args, here):
-        params, *rest = (jax.tree.map(lambda _: here, arg) for arg in args)
-        return (param_formats(args[0], here) if in_formats else params, *rest)
-
+    place = place_like_engine if in_formats else None
     return compile_for(target, fn, *args, donate=(1,), place=place)
 
 
