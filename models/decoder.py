@@ -25,8 +25,8 @@ from pagedjax.models.linear import linear
 from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
     Implementation,
+    Layout,
     RaggedBatch,
-    TpuLayout,
     head_lanes,
     paged_attention_and_write,
     plan_attention,
@@ -126,7 +126,7 @@ class Block(nnx.Module):
         step: StepInput,
         rope: tuple[jax.Array, jax.Array],
         slots: tuple[jax.Array, jax.Array],
-        layout: TpuLayout | None,
+        layout: Layout | None,
     ) -> tuple[jax.Array, KVCache]:
         """x f32[N, hidden]; rope f32[R, N, D / 2] each; slots i32[G, N] each."""
         c = self.config

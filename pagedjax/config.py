@@ -50,7 +50,9 @@ class EngineConfig:
       check_invariants: verify the block pool after every step and raise AssertionError when it is
         inconsistent; slow, for debugging.
       seed: of requests that bring none.
-      attention: kernel to use; None picks the best for the backend.
+      attention: kernel to use; None picks the best for the backend. On GPU it is compared with
+        plain XLA when the engine starts: where it is wrong, a named one raises KernelCheckError,
+        and instead of a picked one plain XLA is used, with a warning.
       cache_dir: where converted checkpoints are kept, so that the next start skips the conversion;
         None keeps none.
 

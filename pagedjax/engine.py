@@ -36,6 +36,7 @@ from pagedjax.runner import Runner, choose_attention, init_state
 from pagedjax.sampling_params import SamplingParams, check_vocabulary
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduler_config import SchedulerConfig
+from pagedjax.self_check import working_attention
 from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
@@ -64,6 +65,7 @@ class LLMEngine:
 
     Raises:
       ConfigError: the settings do not fit the model or the memory.
+      KernelCheckError: the attention kernel that `config` names fails on this device.
     """
 
     def __init__(
@@ -83,6 +85,17 @@ class LLMEngine:
         kv_dtype = jnp.dtype(
             model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         )
+        chosen = choose_attention(config.attention, model, self.limits, kv_dtype, device.platform)
+        # Before the pool takes the memory.
+        attention = working_attention(
+            config.attention,
+            chosen,
+            model,
+            block_size=self.limits.block_size,
+            kv_dtype=kv_dtype,
+            device=device,
+            batch_invariant=config.deterministic,
+        )
         num_blocks = config.num_blocks or default_num_blocks(
             model,
             self.limits,
@@ -97,7 +110,7 @@ class LLMEngine:
             num_blocks=num_blocks,
             kv_dtype=kv_dtype,
             platform=device.platform,
-            attention=choose_attention(config.attention, self.limits, kv_dtype, device.platform),
+            attention=attention,
             batch_invariant=config.deterministic,
         )
         size = block_bytes(model, self.limits.block_size, kv_dtype, device.platform)
@@ -128,7 +141,7 @@ class LLMEngine:
             self.preemption.prefers_swap,
         )
         self.metrics = EngineMetrics(
-            functools.partial(_snapshot, self.scheduler, self.compiles, size)
+            functools.partial(_snapshot, self.scheduler, self.compiles, size, attention != chosen)
         )
         self._processor = OutputProcessor(self.scheduler, self.metrics)
         self._in_flight: deque[_StepInFlight] = deque()
@@ -360,7 +373,9 @@ def _limits(model: DecoderConfig, config: EngineConfig, platform: str) -> Schedu
     )
 
 
-def _snapshot(scheduler: Scheduler, compiles: CompileLog, block_size_bytes: int) -> EngineSnapshot:
+def _snapshot(
+    scheduler: Scheduler, compiles: CompileLog, block_size_bytes: int, kernel_disabled: bool
+) -> EngineSnapshot:
     pool, stats = scheduler.pool, scheduler.blocks.stats
     return EngineSnapshot(
         num_requests_running=len(scheduler.running),
@@ -373,4 +388,5 @@ def _snapshot(scheduler: Scheduler, compiles: CompileLog, block_size_bytes: int)
         compiles_after_warmup=compiles.num_after_warmup,
         swap_out_bytes=stats.swapped_out * block_size_bytes,
         swap_in_bytes=stats.swapped_in * block_size_bytes,
+        attention_kernel_disabled=int(kernel_disabled),
     )

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "EngineDeadError",
     "InvalidRequestError",
+    "KernelCheckError",
     "ModelNotFoundError",
     "PagedJaxError",
     "TokenizerError",
@@ -24,6 +25,10 @@ class InvalidRequestError(PagedJaxError, ValueError):
 
 class EngineDeadError(PagedJaxError, RuntimeError):
     """The engine behind an `AsyncLLM` failed (then that is the cause) or was closed."""
+
+
+class KernelCheckError(PagedJaxError, RuntimeError):
+    """The attention kernel that the configuration names does not compute the right thing here."""
 
 
 class ModelNotFoundError(PagedJaxError, FileNotFoundError):

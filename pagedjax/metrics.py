@@ -37,6 +37,7 @@ class EngineSnapshot:
       compiles: programs that XLA compiled. compiles_after_warmup: those of them that a request had
         to wait for although the engine was warm.
       swap_out_bytes, swap_in_bytes: moved from the device to the host, and back.
+      attention_kernel_disabled: 1 if the attention kernel failed its check at start, else 0.
     """
 
     num_requests_running: int = 0
@@ -49,6 +50,7 @@ class EngineSnapshot:
     compiles_after_warmup: int = 0
     swap_out_bytes: int = 0
     swap_in_bytes: int = 0
+    attention_kernel_disabled: int = 0
 
 
 class EngineMetrics:
@@ -170,6 +172,11 @@ class _Collector:
         yield _counter("num_preemptions", "Times a request had to give way.", state)
         yield _counter("compiles", "Programs compiled.", state)
         yield _counter("compiles_after_warmup", "Programs compiled in a warm engine.", state)
+        yield _gauge(
+            "attention_kernel_disabled",
+            "1 if attention runs in plain XLA because its kernel failed the check at start.",
+            state,
+        )
         moved = {"out": state.swap_out_bytes, "in": state.swap_in_bytes}
         yield _labelled("swap_bytes", "KV cache moved to the host and back.", "direction", moved)
         yield CounterMetricFamily(

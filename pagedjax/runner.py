@@ -24,7 +24,7 @@ from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots, slot_start
 from pagedjax.step import EngineState, StepOutput, step
-from pallas_kernels import Implementation, choose_implementation, storage_dtype
+from pallas_kernels import Implementation, choose_implementation, head_lanes, storage_dtype
 
 MAX_PROCESSORS = 16
 
@@ -35,12 +35,16 @@ _begin = jax.jit(begin, donate_argnums=0)
 
 
 def choose_attention(
-    wanted: Implementation | None, limits: SchedulerConfig, kv_dtype: np.dtype, platform: str
+    wanted: Implementation | None,
+    model: DecoderConfig,
+    limits: SchedulerConfig,
+    kv_dtype: np.dtype,
+    platform: str,
 ) -> Implementation:
     """The kernel that reads the pool; None wants the best for the platform.
 
     Raises:
-      ConfigError: the named one cannot serve these limits.
+      ConfigError: the named one cannot serve this model with these limits.
     """
     try:
         return choose_implementation(
@@ -52,6 +56,8 @@ def choose_attention(
             block_size=limits.block_size,
             num_seqs=limits.max_num_seqs,
             table_width=limits.table_width,
+            head_lanes=head_lanes(model.head_dim, platform),
+            group=model.num_heads // model.num_kv_heads,
         )
     except NotImplementedError as error:
         raise ConfigError(f"attention: {error}") from error

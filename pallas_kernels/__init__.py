@@ -2,24 +2,26 @@
 
 from pallas_kernels.attention import (
     NO_WINDOW,
-    Implementation,
-    choose_implementation,
+    Layout,
     paged_attention,
     paged_attention_and_write,
     plan_attention,
 )
 from pallas_kernels.batch import RaggedBatch, row_sequences, slot_mapping
 from pallas_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
+from pallas_kernels.gpu_tiles import GpuTiles, GpuTileSizes
+from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.storage import from_storage, head_lanes, storage_dtype, to_storage
-from pallas_kernels.tpu_layout import TpuLayout
 from pallas_kernels.tpu_tiles import TileSizes, TpuTiles, most_table_entries
 
 __all__ = [
     "NO_WINDOW",
+    "GpuTileSizes",
+    "GpuTiles",
     "Implementation",
+    "Layout",
     "RaggedBatch",
     "TileSizes",
-    "TpuLayout",
     "TpuTiles",
     "choose_implementation",
     "copy_blocks",

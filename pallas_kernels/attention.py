@@ -1,27 +1,34 @@
 """The public attention functions and the choice of their implementation."""
 
 import functools
-import logging
-from typing import Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels._compat import gpu_simulator
 from pallas_kernels.batch import RaggedBatch, slot_mapping
 from pallas_kernels.blocks import Scales, kv_rows, write_kv, write_scales
+from pallas_kernels.gpu_attention import gpu_attention, plan_gpu_attention
+from pallas_kernels.gpu_layout import GpuLayout
+from pallas_kernels.gpu_tiles import GpuTiles
+from pallas_kernels.implementations import GPU, TPU, Implementation, choose_for
 from pallas_kernels.reference import reference_attention
-from pallas_kernels.tpu_attention import plan_tpu_attention, tpu_attention, unsupported
+from pallas_kernels.storage import from_storage
+from pallas_kernels.tpu_attention import plan_tpu_attention, tpu_attention
 from pallas_kernels.tpu_layout import TpuLayout
 from pallas_kernels.tpu_tiles import TpuTiles
 from pallas_kernels.xla_attention import xla_attention
 
-Implementation = Literal["xla", "mosaic_tpu", "mosaic_tpu_interpret", "reference"]
-"""Of attention: plain XLA, the Pallas kernel for TPU, the same simulated, the float64 oracle."""
-
 NO_WINDOW = 2**30  # wider than any context: a row sees everything
-_log = logging.getLogger(__name__)
+
+Layout = TpuLayout | GpuLayout
+"""Of a batch, for a kernel: what is the same for all layers."""
+
+Tiles = TpuTiles | GpuTiles
+T = TypeVar("T")
 
 
 def paged_attention(
@@ -38,7 +45,7 @@ def paged_attention(
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
-    tpu_tiles: TpuTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
     """Causal attention "N H D" of a ragged batch over its own blocks of the pool.
 
@@ -63,7 +70,7 @@ def paged_attention(
       batch_invariant: a row's result has the same bits whatever its index, its chunk's length and
         the rest of the batch; for a given block size and backend, at some cost. "reference" works
         row by row anyway.
-      tpu_tiles: sizes of the pieces that the TPU kernel works on; None: its cost model's.
+      tiles: sizes of the pieces that the platform's kernel works on; None: what it finds best.
 
     Returns:
       [N, H, D] in q's dtype. Padding rows hold unspecified finite numbers.
@@ -73,9 +80,9 @@ def paged_attention(
       NotImplementedError: the named implementation cannot serve this call.
     """
     dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = _choose(implementation, pool, scales, batch, dtype)
+    chosen = choose_for(implementation, q.shape[1], pool, scales, batch, dtype)
     window = NO_WINDOW if window is None else window
-    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, None, tpu_tiles)
+    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, None, tiles)
     return _attend(chosen, q, None, pool, scales, layer, batch, options)[0]
 
 
@@ -89,7 +96,7 @@ def paged_attention_and_write(
     batch: RaggedBatch,
     *,
     slots: tuple[jax.Array, jax.Array] | None = None,
-    layout: TpuLayout | None = None,
+    layout: Layout | None = None,
     sm_scale: float,
     soft_cap: float | None = None,
     window: jax.Array | int | None = None,
@@ -97,7 +104,7 @@ def paged_attention_and_write(
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
-    tpu_tiles: TpuTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, Scales]:
     """`write_kv` of this step's keys and values and `paged_attention`, in one kernel on TPU.
 
@@ -107,7 +114,7 @@ def paged_attention_and_write(
     Args:
       k, v: [N, KVH, D], rows as `batch` says; rounded (or quantized) to `kv_dtype`.
       slots: `slot_mapping` of the batch, where the caller has it already.
-      layout: `plan_attention` of the batch, likewise, for the TPU kernel.
+      layout: `plan_attention` of the batch, likewise, for a kernel.
       others: see `paged_attention`.
 
     Returns:
@@ -117,14 +124,14 @@ def paged_attention_and_write(
       ValueError, NotImplementedError: see `paged_attention`.
     """
     dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = _choose(implementation, pool, scales, batch, dtype)
+    chosen = choose_for(implementation, q.shape[1], pool, scales, batch, dtype)
     window = NO_WINDOW if window is None else window
-    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, layout, tpu_tiles)
+    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, layout, tiles)
     num_blocks, _, block_size = pool.shape[1:4]
     if slots is None:
         slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
     new = None
-    if chosen in ("xla", "reference"):
+    if chosen not in TPU:
         pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=dtype)
     else:
         new, new_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
@@ -143,8 +150,8 @@ class _Options(NamedTuple):
     sinks: jax.Array | None
     kv_dtype: jnp.dtype
     batch_invariant: bool
-    layout: TpuLayout | None
-    tpu_tiles: TpuTiles | None
+    layout: Layout | None
+    tiles: Tiles | None
 
 
 def _attend(
@@ -169,7 +176,7 @@ def _attend(
     }
     if chosen == "xla":
         out = xla_attention(q, pool, scales, layer, batch, kv_dtype=options.kv_dtype, **shared)
-    else:
+    elif chosen in TPU:
         out, pool = tpu_attention(
             q,
             new,
@@ -178,9 +185,21 @@ def _attend(
             layer,
             batch,
             **shared,
-            layout=options.layout,
-            tiles=options.tpu_tiles,
+            layout=_of(TpuLayout, options.layout),
+            tiles=_of(TpuTiles, options.tiles),
             interpret=chosen == "mosaic_tpu_interpret",
+        )
+    else:
+        out = gpu_attention(
+            q,
+            from_storage(pool, options.kv_dtype),  # only simulated pools are kept as bits
+            scales,
+            layer,
+            batch,
+            **shared,
+            layout=_of(GpuLayout, options.layout),
+            tiles=_of(GpuTiles, options.tiles),
+            interpret=gpu_simulator() if chosen == "mosaic_gpu_interpret" else False,
         )
     return out.astype(q.dtype), pool
 
@@ -195,88 +214,32 @@ def plan_attention(
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
-    tpu_tiles: TpuTiles | None = None,
-) -> TpuLayout | None:
+    tiles: Tiles | None = None,
+) -> Layout | None:
     """The `layout` of `paged_attention_and_write`: the same for all layers and KV groups.
 
     Returns:
       None for implementations that need none.
     """
     dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
-    if _choose(implementation, pool, scales, batch, dtype) in ("xla", "reference"):
-        return None
-    return plan_tpu_attention(
-        batch,
-        num_rows,
-        num_heads,
-        pool,
-        scales,
-        batch_invariant=batch_invariant,
-        tiles=tpu_tiles,
-    )
-
-
-def choose_implementation(
-    implementation: Implementation | None,
-    platform: str,
-    *,
-    kv_dtype: DTypeLike,
-    storage: DTypeLike,
-    is_quantized: bool,
-    block_size: int,
-    num_seqs: int,
-    table_width: int,
-) -> Implementation:
-    """The implementation that serves such calls on `platform`: "cpu", "gpu" or "tpu".
-
-    None picks the best one; where that is not the platform's kernel, a warning says why.
-
-    Args:
-      storage: dtype of the pool, see `storage_dtype`.
-      num_seqs, table_width: S and B of the block tables.
-
-    Raises:
-      ValueError: an unknown name.
-      NotImplementedError: the named implementation cannot serve them.
-    """
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"implementation {implementation!r}: one of {get_args(Implementation)}")
-    if implementation in ("xla", "reference") or (implementation is None and platform != "tpu"):
-        return implementation or "xla"
-    if implementation == "mosaic_tpu" and platform != "tpu":
-        raise NotImplementedError(
-            f"implementation 'mosaic_tpu' on platform {platform!r}: it runs on TPU; "
-            "'mosaic_tpu_interpret' simulates it"
+    chosen = choose_for(implementation, num_heads, pool, scales, batch, dtype)
+    sizes = (batch, num_rows, num_heads, pool, scales)
+    if chosen in TPU:
+        tiles = _of(TpuTiles, tiles)
+        return plan_tpu_attention(*sizes, batch_invariant=batch_invariant, tiles=tiles)
+    if chosen in GPU:
+        tiles = _of(GpuTiles, tiles)
+        return plan_gpu_attention(
+            *sizes, kv_dtype=dtype, batch_invariant=batch_invariant, tiles=tiles
         )
-    reason = unsupported(
-        jnp.dtype(kv_dtype), jnp.dtype(storage), is_quantized, block_size, num_seqs, table_width
-    )
-    if reason is None:
-        return implementation or "mosaic_tpu"
-    if implementation is not None:
-        raise NotImplementedError(f"implementation {implementation!r} cannot serve {reason}")
-    _log.warning("attention runs in plain XLA, slower than the TPU kernel, for %s", reason)
-    return "xla"
+    return None
 
 
-def _choose(
-    implementation: Implementation | None,
-    pool: jax.Array,
-    scales: Scales,
-    batch: RaggedBatch,
-    kv_dtype: jnp.dtype,
-) -> Implementation:
-    is_named = implementation == "mosaic_tpu"  # compiled for the chip of the mesh, if for any
-    return choose_implementation(
-        implementation,
-        "tpu" if is_named else jax.default_backend(),
-        kv_dtype=kv_dtype,
-        storage=pool.dtype,
-        is_quantized=scales is not None,
-        block_size=pool.shape[3],
-        num_seqs=batch.block_tables.shape[0],
-        table_width=batch.block_tables.shape[1],
-    )
+def _of(kind: type[T], given: Any) -> T | None:
+    """What was `given` for the kernel, if it is for this one."""
+    if given is not None and not isinstance(given, kind):
+        raise ValueError(f"{type(given).__name__} given to a kernel that takes {kind.__name__}")
+    return given
 
 
 def _check(

@@ -27,6 +27,7 @@ SNAPSHOT = EngineSnapshot(
     compiles_after_warmup=2,
     swap_out_bytes=1 << 40,
     swap_in_bytes=7,
+    attention_kernel_disabled=1,
 )
 
 
@@ -81,6 +82,7 @@ def test_the_snapshot_is_read_when_somebody_asks() -> None:
         "num_preemptions_total": 5,
         "compiles_total": 11,
         "compiles_after_warmup_total": 2,
+        "attention_kernel_disabled": 1,
     }
     assert {name: found[f"pagedjax_{name}", ()] for name in expected} == expected
     assert value(metrics, "swap_bytes_total", direction="out") == 1 << 40
@@ -98,6 +100,7 @@ def test_every_metric_is_there_from_the_beginning_with_its_type() -> None:
         "num_preemptions": "counter",
         "compiles": "counter",
         "compiles_after_warmup": "counter",
+        "attention_kernel_disabled": "gauge",
         "swap_bytes": "counter",
         "prompt_tokens": "counter",
         "generation_tokens": "counter",

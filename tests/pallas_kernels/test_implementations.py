@@ -102,7 +102,7 @@ def test_sizes_that_the_kernel_cannot_work_with_are_refused():
             case.batch,
             sm_scale=1.0,
             implementation="mosaic_tpu_interpret",
-            tpu_tiles=TpuTiles(TileSizes(1, 3, 16), TileSizes(4, 3, 16)),
+            tiles=TpuTiles(TileSizes(1, 3, 16), TileSizes(4, 3, 16)),
         )
 
 
