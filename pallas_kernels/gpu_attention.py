@@ -201,7 +201,7 @@ def _combine(
         sink = jnp.pad(sink, ((0, 0), (0, 0), (0, group - sink.shape[-1])))
         top = jnp.maximum(top, sink)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp2(logs - top)
+    weights = jnp.exp2(logs - top[None])
     total = weights.sum(axis=0)
     if sink is not None:
         total = total + jnp.exp2(sink - top)

@@ -1,5 +1,6 @@
 """One call of the GPU kernel: its operands, buffers and barriers."""
 
+import math
 from typing import Any
 
 import jax
@@ -102,12 +103,14 @@ def _scratch(s: Static) -> dict[str, Any]:
         return plgpu.SMEM(size, dtype, transforms=transforms(dtype, width))
 
     groups, head_dim = sizes.warpgroups, shape.head_dim
-    queries = tiled(TILE_ROWS, head_dim, dtype=shape.compute_dtype, width=head_dim)
+    # The second product takes whole tiles of keys, and both sides of a product are tiled alike.
+    swizzled = math.gcd(head_dim, shape.product_keys(sizes))
+    queries = tiled(TILE_ROWS, head_dim, dtype=shape.compute_dtype, width=swizzled)
     results = tiled(TILE_ROWS, head_dim, dtype=jnp.dtype(jnp.float32), width=head_dim)
     in_one = not s.is_simulated or GPU_SIMULATOR_KNOWS_UNIONS
     row_scales = plgpu.SMEM((sizes.stages, s.fetched), jnp.float32) if shape.is_quantized else None
     ring = (sizes.stages, s.fetched, both)
-    converted = (groups, sizes.keys, both)
+    converted = tiled(sizes.keys, both, dtype=shape.compute_dtype, width=swizzled)
     return {
         "tiles": [
             plgpu.RefUnion(queries, results) if in_one else (queries, results)
@@ -119,9 +122,7 @@ def _scratch(s: Static) -> dict[str, Any]:
         ),
         "k_scales": row_scales,
         "v_scales": row_scales,
-        "converted": tiled(*converted, dtype=shape.compute_dtype, width=shape.head_dim)
-        if shape.is_converted
-        else None,
+        "converted": [converted] * groups if shape.is_converted else None,
         "q_there": plgpu.Barrier(num_barriers=groups),
         "filled": plgpu.Barrier(num_arrivals=s.copies, num_barriers=sizes.stages),
         "free": plgpu.Barrier(num_arrivals=groups, num_barriers=sizes.stages),

@@ -64,7 +64,7 @@ class Refs(NamedTuple):
         warpgroup each.
       lse_tile: f32[warpgroups, 64].
       ring: [stages, keys, 2 * D], pool dtype. k_scales, v_scales: f32[stages, keys], or None.
-      converted: [warpgroups, keys, 2 * D], compute dtype, or None.
+      converted: [keys, 2 * D], compute dtype, one a warpgroup; or None.
       q_there: barriers, one a warpgroup. filled, free: one a stage.
       cleaned: barrier of all warpgroups that compute.
     """

@@ -44,7 +44,7 @@ def scores(q: Any, k: Any, *, is_simulated: bool) -> jax.Array:
         return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
 
     def multiply(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, q, plgpu.transpose_ref(k, (1, 0)))
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))

@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A warpgroup's keys of one stage of the ring.
+    """Keys of one product, in one stage of the ring.
 
     Attributes:
       key: position of its first. stage, row: where that lies in the ring.
@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 
     key: jax.Array
     stage: jax.Array
-    row: int
+    row: Any
     kv: Any
 
 
@@ -74,7 +74,17 @@ def _attend_block(
     plgpu.barrier_wait(r.filled.at[stage])
     kv = _operands(s, r, warpgroup, item, key, stage, own)
     block = _Block(key + own, stage, own, kv)
-    sums = _attend_keys(s, r, warpgroup, item, block, sums)
+    size = s.shape.product_keys(s.sizes)
+    if size == s.sizes.keys:
+        sums = _attend_keys(s, r, warpgroup, item, block, sums)
+    else:
+
+        def body(part: jax.Array, sums: Sums) -> Sums:
+            row = pl.multiple_of(part * size, size)
+            own_part = _Block(block.key + row, stage, own + row, kv.at[pl.ds(row, size)])
+            return _attend_keys(s, r, warpgroup, item, own_part, sums)
+
+        sums = lax.fori_loop(0, s.sizes.keys // size, body, sums)
     # Between reading in another way than wgmma does and the next copy to the same place. Also, no
     # warp converts the next block while another multiplies this one.
     if s.shape.is_converted or s.is_simulated:
@@ -87,11 +97,12 @@ def _attend_keys(s: Static, r: Refs, warpgroup: int, item: Item, block: _Block, 
     """Both products of a block."""
     sim, shape = s.is_simulated, s.shape
     acc, top, total = sums
-    key, kv, rows = block.key, block.kv, pl.ds(block.row, s.sizes.keys)
+    key, kv, size = block.key, block.kv, shape.product_keys(s.sizes)
+    rows = pl.ds(block.row, size)
     found = scores(r.q_tiles[warpgroup], kv.at[:, pl.ds(0, shape.head_dim)], is_simulated=sim)
     found = _scaled(s, found, r.k_scales[block.stage, rows] if shape.is_quantized else None)
     last = item.position if s.is_decode else item.end - 1
-    some_masked = (key + s.sizes.keys > item.position + 1) | (key <= last - r.window[0])
+    some_masked = (key + size > item.position + 1) | (key <= last - r.window[0])
     found = lax.cond(
         some_masked, lambda x: _mask(s, r, warpgroup, item, key, x), lambda x: x, found
     )
@@ -101,7 +112,7 @@ def _attend_keys(s: Static, r: Refs, warpgroup: int, item: Item, block: _Block, 
     p = jnp.exp2(found - lax.broadcast_in_dim(base - s.shift, found.shape, [0]))
     total = total * shrink + p.sum(axis=1)
     if shape.is_quantized:
-        p = p * lax.broadcast_in_dim(_v_scales(s, r, item, key, block.stage, rows), p.shape, [1])
+        p = p * lax.broadcast_in_dim(r.v_scales[block.stage, rows], p.shape, [1])
     p = p.astype(shape.compute_dtype)
     # Operands of the second product need not be in registers while the first goes on.
     acc, new_top, total, p = lax.optimization_barrier((acc, new_top, total, p))
@@ -121,12 +132,12 @@ def _operands(
 ) -> Any:
     """A reference [keys, 2 * D] to the warpgroup's keys of a stage, in the dtype of the products.
 
-    Values of keys that no row may see are zero: a recycled page may hold NaN there, and 0 * NaN is
-    NaN. Their scores are replaced, so keys can stay.
+    Values, and their scales, of keys that no row may see are zero: a recycled page may hold NaN
+    there, and 0 * NaN is NaN. Scores are replaced, so keys can stay.
     """
     kv = r.ring.at[stage, pl.ds(own, s.sizes.keys)]
     if s.shape.is_converted:
-        raw, kv = kv, r.converted.at[warpgroup]
+        raw, kv = kv, r.converted[warpgroup]
         width = s.shape.piece
         for row in range(0, s.sizes.keys, TILE_ROWS):
 
@@ -138,32 +149,47 @@ def _operands(
 
     @pl.when((key < item.first) | (key + s.fetched > item.end))
     def _() -> None:
-        _clean(s, r, warpgroup, item, key + own, kv)
+        _clean(s, r, warpgroup, item, key + own, stage, own, kv)
 
     if s.shape.is_converted:
         plgpu.commit_smem()
     return kv
 
 
-def _clean(s: Static, r: Refs, warpgroup: int, item: Item, key: jax.Array, kv: Any) -> None:
-    """Zero the values of keys that the tile does not see; `key` is the position of the first."""
-    is_shared = s.sizes.warpgroups > 1 and not s.is_decode and not s.shape.is_converted
+def _clean(
+    s: Static,
+    r: Refs,
+    warpgroup: int,
+    item: Item,
+    key: jax.Array,
+    stage: jax.Array,
+    own: int,
+    kv: Any,
+) -> None:
+    """Zero what the tile does not see of a warpgroup's keys, the first of them at `key`.
+
+    What the warpgroups of a chunk share, each cleans a part of, and they wait for each other.
+    """
+    is_shared = s.sizes.warpgroups > 1 and not s.is_decode
+
+    def seen(shape: tuple[int, ...], layout: Any, first: int = 0) -> jax.Array:
+        position = key + first + iota(shape, 0, layout, is_simulated=s.is_simulated)
+        return (position >= item.first) & (position < item.end)
+
     width = s.shape.piece
     for part in range(s.sizes.keys // TILE_ROWS):
-
-        def clean(part: int = part) -> None:
-            row = iota((TILE_ROWS, width), 0, WGMMA, is_simulated=s.is_simulated)
-            position = key + part * TILE_ROWS + row
-            seen = (position >= item.first) & (position < item.end)
-            for column in range(s.shape.head_dim, 2 * s.shape.head_dim, width):
-                piece = pl.ds(part * TILE_ROWS, TILE_ROWS), pl.ds(column, width)
-                x = kv[piece]
-                kv[piece] = jnp.where(seen, x, jnp.zeros((), x.dtype))
-
-        if is_shared:
-            pl.when(warpgroup == part % s.sizes.warpgroups)(clean)
-        else:
-            clean()
+        if is_shared and not s.shape.is_converted and warpgroup != part % s.sizes.warpgroups:
+            continue
+        rows = pl.ds(part * TILE_ROWS, TILE_ROWS)
+        mask = seen((TILE_ROWS, width), WGMMA, part * TILE_ROWS)
+        for column in range(s.shape.head_dim, 2 * s.shape.head_dim, width):
+            piece = rows, pl.ds(column, width)
+            x = kv[piece]
+            kv[piece] = jnp.where(mask, x, jnp.zeros((), x.dtype))
+    if s.shape.is_quantized and not (is_shared and warpgroup > 0):
+        keys = pl.ds(own, s.sizes.keys)
+        x = r.v_scales[stage, keys]
+        r.v_scales[stage, keys] = jnp.where(seen(x.shape, KEYS), x, 0.0)
     plgpu.commit_smem()
     if is_shared:
         plgpu.barrier_arrive(r.cleaned)
@@ -179,15 +205,6 @@ def _scaled(s: Static, found: jax.Array, k_scales: jax.Array | None) -> jax.Arra
     # tanh from exp2: the hardware's own has 11 bits, too few for a cap of 50.
     twice = jnp.exp2(found * (2 * LOG2E * s.sm_scale / s.soft_cap))
     return (s.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + twice))
-
-
-def _v_scales(
-    s: Static, r: Refs, item: Item, key: jax.Array, stage: jax.Array, rows: Any
-) -> jax.Array:
-    """f32[keys]; zero where `_clean` makes values zero."""
-    position = key + iota((s.sizes.keys,), 0, KEYS, is_simulated=s.is_simulated)
-    seen = (position >= item.first) & (position < item.end)
-    return jnp.where(seen, r.v_scales[stage, rows], 0.0)
 
 
 def _mask(

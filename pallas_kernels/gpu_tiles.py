@@ -31,7 +31,7 @@ class GpuTileSizes:
 
     Attributes:
       warpgroups: that compute, 1 or 2; one more fetches.
-      keys: of one matrix product of a warpgroup, 64 or 128.
+      keys: of a warpgroup in a block, 64 or 128.
       stages: blocks of keys in flight or at work.
       split: keys after which another item of work begins; a multiple of what is fetched at once.
     """
@@ -83,6 +83,11 @@ class GpuShape:
     def piece(self) -> int:
         """Columns of a block that pass through registers at once."""
         return 32 if self.head_dim % 64 else 64
+
+    def product_keys(self, sizes: GpuTileSizes) -> int:
+        """Keys of one product: half a block where a wide accumulator leaves few registers."""
+        is_tight = self.is_converted and self.head_dim > 128
+        return sizes.keys // 2 if is_tight else sizes.keys
 
     def fetched_keys(self, sizes: GpuTileSizes, *, is_decode: bool) -> int:
         return sizes.keys * (sizes.warpgroups if is_decode else 1)

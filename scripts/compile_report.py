@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> None:
         num_blocks = args.num_blocks or blocks_that_fit(model, args.target, shape)
         shape = dataclasses.replace(shape, num_blocks=num_blocks)
         limits, dtype = shape.limits(model), jax.numpy.dtype(model.dtype)
-        attention = choose_attention(args.attention, limits, dtype, platform(args.target))
+        attention = choose_attention(args.attention, model, limits, dtype, platform(args.target))
         report = make_report(model, args.target, shape, attention, args.default_formats)
     except (CompilerNotInstalledError, ConfigError, NotImplementedError) as error:
         sys.exit(f"{args.model} on {args.target}: {error}")

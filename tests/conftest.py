@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A simulated GPU kernel waits for ever with fewer threads of XLA:CPU, which has one a core.
+os.environ.setdefault("PJRT_NPROC", "4")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )

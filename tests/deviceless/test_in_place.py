@@ -18,7 +18,7 @@ from pagedjax.step import step
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
 from tests.deviceless.targets import TARGETS, Compiled, compile_for, platform
 
-KERNELS = dict.fromkeys(("v5e", "v6e", "v7x"), "mosaic_tpu")
+KERNELS = dict.fromkeys(("v5e", "v6e", "v7x"), "mosaic_tpu") | {"h200": "mosaic_gpu"}
 """Attention of the targets that have a kernel; others run plain XLA."""
 
 WINDOWS = {"uniform": (NO_WINDOW,) * 4, "windowed": (64, 64, NO_WINDOW, 64, 64, NO_WINDOW)}

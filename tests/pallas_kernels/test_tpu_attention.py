@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import TileSizes, TpuTiles
-from tests.pallas_kernels import tpu_cases
-from tests.pallas_kernels.tpu_cases import (
-    Lengths,
-    Setup,
-    bits,
-    check,
-    make_case,
-    random_lengths,
-    simulate,
-)
+from tests.pallas_kernels.ragged_cases import Lengths, bits, chunked, make_case, random_lengths
+from tests.pallas_kernels.tpu_cases import Setup, check, simulate
 
 
 def tiles(pages: int, keys: int, tile: int, chunk_keys: int) -> TpuTiles:
@@ -138,33 +130,3 @@ def test_invariant_rows_have_the_same_bits_alone_and_batched_whole_and_in_chunks
             done[s] += length
         for (s, start, end), rows in zip(chunks, step(chunks), strict=True):
             np.testing.assert_array_equal(rows, alone[s][start:end])
-
-
-def chunked(
-    whole: tpu_cases.TpuCase,
-    queries: list[np.ndarray],
-    chunks: list[tuple[int, int, int]],
-    window: int | None,
-) -> tpu_cases.TpuCase:
-    """A step that takes `chunks` (sequence, first position, one past the last) of `whole`."""
-    size = whole.setup.block_size
-    padding = [0] * (tpu_cases.NUM_SEQS - len(chunks))
-    lengths = [end - start for _, start, end in chunks]
-    q, new, row = np.zeros_like(whole.q), np.zeros_like(whole.new), 0
-    for s, start, end in chunks:
-        positions = np.arange(start, end)
-        rows = slice(row, row + end - start)
-        q[rows] = queries[s][start:end]
-        blocks = whole.block_tables[s, positions // size]
-        new[rows] = whole.after[tpu_cases.LAYER, blocks, :, positions % size]
-        row += end - start
-    return dataclasses.replace(
-        whole,
-        q=q,
-        new=new,
-        before=whole.after,
-        query_start=np.cumsum([0, *lengths, *padding]).astype(np.int32),
-        context_lens=np.array([*(end for _, _, end in chunks), *padding], np.int32),
-        block_tables=whole.block_tables[[*(s for s, _, _ in chunks), *padding]],
-        window=window,
-    )

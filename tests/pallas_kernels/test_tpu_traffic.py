@@ -14,16 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import TileSizes, TpuTiles, tpu_copies, tpu_kernel, tpu_softmax
 from pallas_kernels.tpu_tiles import KernelShape, best_tiles
 from pallas_kernels.tpu_traffic import Traffic, attention_traffic
-from tests.pallas_kernels.tpu_cases import (
-    Lengths,
-    Setup,
-    TpuCase,
-    arguments,
-    bits,
-    compile_anew,
-    make_case,
-    random_lengths,
-)
+from tests.pallas_kernels.ragged_cases import Case, Lengths, bits, make_case, random_lengths
+from tests.pallas_kernels.tpu_cases import Setup, arguments, compile_anew
 
 SETUPS = [
     Setup(),
@@ -103,7 +95,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return counts
 
 
-def traffic(case: TpuCase) -> Traffic:
+def traffic(case: Case) -> Traffic:
     assert case.setup.tiles is not None
     return attention_traffic(
         np.diff(case.query_start).tolist(),
@@ -136,7 +128,7 @@ def test_the_kernel_does_what_the_model_counts(setup, monkeypatch):
         check_blocks(case, counts.blocks)
 
 
-def check_counts(counts: Counts, case: TpuCase) -> None:
+def check_counts(counts: Counts, case: Case) -> None:
     want = traffic(case)
     assert len(counts.blocks) == want.pages_fetched
     assert counts.num_bytes["new_copy"] == want.new_row_bytes
@@ -145,7 +137,7 @@ def check_counts(counts: Counts, case: TpuCase) -> None:
     assert counts.products == want.products * case.setup.kv_heads
 
 
-def check_blocks(case: TpuCase, blocks: list[int]) -> None:
+def check_blocks(case: Case, blocks: list[int]) -> None:
     """Whatever holds a visible earlier token is read; nothing else is, but what must be kept."""
     size, query_lens = case.setup.block_size, np.diff(case.query_start)
     needed, kept, of_decodes = set(), set(), set()

@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tpu_copies, tpu_kernel
-from tests.pallas_kernels.tpu_cases import (
-    Setup,
-    arguments,
-    bits,
-    compile_anew,
-    make_case,
-    races_are_errors,
-)
+from tests.pallas_kernels.ragged_cases import bits, make_case
+from tests.pallas_kernels.tpu_cases import Setup, arguments, compile_anew, races_are_errors
 
 # Decodes and chunks of several fetches each: halves of the buffers are refilled after writes.
 LENGTHS = [(1, 3), (1, 40), (1, 20), (40, 40), (25, 60)]

@@ -1,4 +1,4 @@
-"""Ragged batches for the TPU kernel, what it must return, and both ways to simulate it."""
+"""What the TPU kernel must return for ragged batches, and both ways to simulate it."""
 
 import contextlib
 import dataclasses
@@ -13,14 +13,12 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import NO_WINDOW, RaggedBatch, TileSizes, TpuTiles
-from pallas_kernels.reference import reference_attention
+from pallas_kernels import NO_WINDOW, TileSizes, TpuTiles
 from pallas_kernels.tpu_attention import tpu_attention
 from pallas_kernels.tpu_tiles import KernelShape
+from tests.pallas_kernels import ragged_cases
+from tests.pallas_kernels.ragged_cases import LAYER, Case, bits
 
-Lengths = list[tuple[int, int]]  # of each sequence: tokens of this step, tokens of the context
-NUM_LAYERS, LAYER = 2, 1
-NUM_SEQS, TABLE_WIDTH, NUM_BLOCKS, NUM_ROWS = 5, 12, 40, 72  # one program serves many batches
 SMALL_TILES = TpuTiles(TileSizes(1, 4, 16), TileSizes(8, 4, 16))
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # by dtype of the products; |v| < 5
 
@@ -35,26 +33,11 @@ SIMULATED: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class Setup(ragged_cases.Setup):
     """All that a compiled program depends on; sizes of the kernel's pieces are made small."""
 
-    num_heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    lanes: int = 16
-    block_size: int = 8
-    kv_dtype: str = "float32"
-    is_quantized: bool = False
     tiles: TpuTiles | None = SMALL_TILES
-    soft_cap: float | None = None
-    with_sinks: bool = False
-    batch_invariant: bool = False
     writes: bool = True
-    num_rows: int = NUM_ROWS
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.kv_dtype)
 
     @property
     def compute(self) -> str:
@@ -67,173 +50,17 @@ class Setup:
             self.num_heads // self.kv_heads,
             self.lanes,
             self.block_size,
-            TABLE_WIDTH * self.block_size,
+            self.table_width * self.block_size,
             self.dtype,
             self.is_quantized,
         )
 
-    @property
-    def sinks(self) -> np.ndarray | None:
-        return np.linspace(-1, 2, self.num_heads).astype(np.float32) if self.with_sinks else None
+    def scaled(self, q: np.ndarray) -> np.ndarray:
+        scaled = q * np.float32(self.head_dim**-0.5)
+        return scaled.astype(jnp.dtype(self.compute)).astype(np.float64)
 
 
-@dataclasses.dataclass
-class TpuCase:
-    """A batch of `setup`'s shapes.
-
-    Attributes:
-      q: f32[N, H, D]. new: [N, KVH, 2 * lanes].
-      before, after: [Lg, P, KVH, T, 2 * lanes], the pool without and with this step's rows.
-      scales: f32[Lg, P, KVH, 2, T], this step's already written; or None.
-    """
-
-    setup: Setup
-    q: np.ndarray
-    new: np.ndarray
-    before: np.ndarray
-    after: np.ndarray
-    scales: np.ndarray | None
-    query_start: np.ndarray
-    context_lens: np.ndarray
-    block_tables: np.ndarray
-    window: int | None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that belong to a sequence."""
-        return int(self.query_start[-1])
-
-    @property
-    def batch(self) -> RaggedBatch:
-        arrays = (self.query_start, self.context_lens, self.block_tables)
-        return RaggedBatch(*map(jnp.asarray, arrays))
-
-    def oracle(self) -> np.ndarray:
-        """f64[rows, H, D] from the queries and values that the kernel multiplies."""
-        dtype = jnp.dtype(self.setup.compute)
-        return reference_attention(
-            (self.q * np.float32(self.setup.head_dim**-0.5)).astype(dtype).astype(np.float64),
-            self.after.astype(np.float32),
-            LAYER,
-            self.query_start,
-            self.context_lens,
-            self.block_tables,
-            scales=self.scales,
-            sm_scale=1.0,
-            soft_cap=self.setup.soft_cap,
-            window=self.window,
-            sinks=self.setup.sinks,
-        )[: self.num_rows]
-
-
-def bits(x: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers: NaNs compare by their patterns."""
-    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
-
-
-def make_case(setup: Setup, seed: int, lengths: Lengths, window: int | None = None) -> TpuCase:
-    """A random batch of `lengths`; whatever nobody may read is NaN, in many patterns.
-
-    That is: other layers, other blocks (the null block, too), slots behind a context's end, lanes
-    of new rows that are padding rows, blocks that lie before every window, and in `before` the
-    slots of this step.
-    """
-    rng = np.random.default_rng(seed)
-    size = setup.block_size
-    tables = _tables(rng, setup, lengths, window)
-    pool_shape = (NUM_LAYERS, NUM_BLOCKS, setup.kv_heads, size, 2 * setup.lanes)
-    before, after = (_poison(rng, pool_shape, setup) for _ in range(2))
-    after[:] = before
-    new = _poison(rng, (setup.num_rows, setup.kv_heads, 2 * setup.lanes), setup)
-    scales = None
-    if setup.is_quantized:
-        scales = np.full((NUM_LAYERS, NUM_BLOCKS, setup.kv_heads, 2, size), np.nan, np.float32)
-    row = 0
-    for s, (query, context) in enumerate(lengths):
-        for position in range(context):
-            block, slot = tables[s, position // size], position % size
-            if block == 0:
-                continue
-            values = _values(rng, setup)
-            after[LAYER, block, :, slot] = values
-            if scales is not None:
-                scales[LAYER, block, :, :, slot] = rng.uniform(0.5, 2, (setup.kv_heads, 2))
-                scales[LAYER, block, :, :, slot] *= 0.01 if setup.kv_dtype == "int8" else 1.0
-            if position < context - query:
-                before[LAYER, block, :, slot] = values
-            else:
-                new[row] = values
-                row += 1
-    query_lens = [query for query, _ in lengths] + [0] * (NUM_SEQS - len(lengths))
-    contexts = [context for _, context in lengths] + [0] * (NUM_SEQS - len(lengths))
-    return TpuCase(
-        setup,
-        rng.standard_normal((setup.num_rows, setup.num_heads, setup.head_dim)).astype(np.float32),
-        new,
-        before if setup.writes else after,
-        after,
-        scales,
-        np.cumsum([0, *query_lens]).astype(np.int32),
-        np.array(contexts, np.int32),
-        tables,
-        window,
-    )
-
-
-def random_lengths(rng: np.random.Generator, setup: Setup) -> Lengths:
-    """Up to five sequences within the limits of the programs on rows, pages and blocks."""
-    rows, blocks, lengths = NUM_ROWS, NUM_BLOCKS - 1, []
-    for _ in range(rng.integers(1, NUM_SEQS + 1)):
-        most = min(blocks, TABLE_WIDTH) * setup.block_size
-        query = int(rng.choice([0, 1, 1, rng.integers(0, min(rows, most, 40) + 1)]))
-        query = min(query, rows, most)
-        old = int(rng.choice([0, rng.integers(0, most - query + 1)])) if query else 0
-        lengths.append((query, query + old))
-        rows -= query
-        blocks -= -(-(query + old) // setup.block_size)
-    return lengths
-
-
-def _tables(
-    rng: np.random.Generator, setup: Setup, lengths: Lengths, window: int | None
-) -> np.ndarray:
-    """i32[S, B]: random blocks for the pages that some row sees, the null block for others."""
-    ids = iter(rng.permutation(np.arange(1, NUM_BLOCKS)))
-    tables = np.zeros((NUM_SEQS, TABLE_WIDTH), np.int32)
-    for s, (query, context) in enumerate(lengths):
-        first = 0 if window is None else max(0, context - query - window + 1)
-        for page in range(first // setup.block_size, -(-context // setup.block_size)):
-            tables[s, page] = next(ids)
-    return tables
-
-
-def _poison(rng: np.random.Generator, shape: tuple[int, ...], setup: Setup) -> np.ndarray:
-    """NaNs of random patterns; of int8, which has none, random numbers (their scales are NaN)."""
-    if setup.kv_dtype == "int8":
-        return rng.integers(-127, 128, shape, np.int8)
-    base = bits(np.full((), np.nan, setup.dtype))
-    sign = np.array(1 << (8 * setup.dtype.itemsize - 1), base.dtype)
-    # On CPU, a bfloat16 that is moved keeps the sign of a NaN, but not the rest of its pattern.
-    payload = rng.integers(0, 8, shape).astype(base.dtype) if setup.dtype.itemsize == 4 else 0
-    return (
-        (base | payload | np.where(rng.random(shape) < 0.5, sign, 0))
-        .astype(base.dtype)
-        .view(setup.dtype)
-    )
-
-
-def _values(rng: np.random.Generator, setup: Setup) -> np.ndarray:
-    """[KVH, 2 * lanes], K and V of a token, zero from D on."""
-    shape = (setup.kv_heads, 2, setup.lanes)
-    if setup.kv_dtype == "int8":
-        values = rng.integers(-127, 128, shape).astype(np.int8)
-    else:
-        values = rng.standard_normal(shape).astype(np.float32).astype(setup.dtype)
-    values[..., setup.head_dim :] = 0
-    return values.reshape(setup.kv_heads, 2 * setup.lanes)
-
-
-def simulate(case: TpuCase, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def simulate(case: Case, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """The kernel's result, f32[rows, H, D], and the pool, in one of the `SIMULATED` modes.
 
     Raises:
@@ -246,7 +73,7 @@ def simulate(case: TpuCase, mode: str) -> tuple[np.ndarray, np.ndarray]:
     return out[: case.num_rows], pool
 
 
-def check(case: TpuCase, mode: str) -> None:
+def check(case: Case, mode: str) -> None:
     """Result against the oracle, and every bit of the pool."""
     out, pool = simulate(case, mode)
     tolerance = TOLERANCE[case.setup.compute]
@@ -254,12 +81,13 @@ def check(case: TpuCase, mode: str) -> None:
     np.testing.assert_array_equal(bits(pool), bits(case.after))
 
 
-def arguments(case: TpuCase) -> tuple[Any, ...]:
+def arguments(case: Case) -> tuple[Any, ...]:
     """What `call` takes, on the device."""
     new = jnp.asarray(case.new) if case.setup.writes else None
     scales = None if case.scales is None else jnp.asarray(case.scales)
     window = jnp.int32(NO_WINDOW if case.window is None else case.window)
-    q, pool, batch = jnp.asarray(case.q), jnp.asarray(case.before), case.batch
+    pool = jnp.asarray(case.before if case.setup.writes else case.after)
+    q, batch = jnp.asarray(case.q), case.batch
     return q, new, pool, scales, jnp.int32(LAYER), batch, window
 
 
