@@ -30,14 +30,15 @@ from gpu_report import numerics_failed, print_report, write_plot
 from gpu_worker import PARTS, Task
 
 from pallas_kernels import Implementation
+from pallas_kernels._compat import JAX_VERSION
 
 RESERVED_S = {"machine": 25, "numerics": 145, "speed": 110, "references": 80, "engine": 120}
 """Of a budget of 480 s: what is left for a part by those before it, and more if they need less."""
 _STARTS = 4  # of one part's process
 _LOST = "the device was lost"
-# Simulated threads of a GPU wait for each other, and each holds one of XLA's, which are as many as
-# NPROC says, or else as the machine has cores: too few, and they wait for ever.
-_TOY_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
+# A kernel's simulated warpgroups wait for each other, each in one of XLA's threads, of which there
+# may be too few on a small machine.
+_TOY_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "8"}
 _GRACE_S = 30  # for the last piece that a part began in time, but for the last part's
 
 
@@ -155,24 +156,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--implementation",
         choices=get_args(Implementation),
-        help="what to check (default: the kernel for GPU)",
+        help="what to check (default: the kernel for GPU; of a toy, the same simulated)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers there, too")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the decodes' speed (png)")
     args = parser.parse_args(argv)
+    args.implementation = args.implementation or (_toy_kernel() if args.toy else "mosaic_gpu")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs the package matplotlib")
     return args
 
 
+def _toy_kernel() -> Implementation:
+    # Older simulators compile every thread anew in every call, which takes a quarter of a minute.
+    return "mosaic_gpu_interpret" if JAX_VERSION >= (0, 12) else "xla"
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     parts = [part for part in PARTS if part in args.parts]
-    kernel = "mosaic_gpu_interpret" if args.toy else "mosaic_gpu"
-    implementation = args.implementation or kernel
     with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
-        runner = Runner(implementation, args.toy, args.budget, args.stall, Path(folder))
-        data: dict[str, Any] = {"implementation": implementation, "toy": args.toy}
+        runner = Runner(args.implementation, args.toy, args.budget, args.stall, Path(folder))
+        data: dict[str, Any] = {"implementation": args.implementation, "toy": args.toy}
         for found in run_all(parts, runner):
             data |= found | {"seconds": runner.elapsed}
             if args.json:  # after every part, as somebody may stop this at any time

@@ -46,7 +46,7 @@ class Load:
 
     @classmethod
     def of(cls, toy: bool) -> "Load":
-        return cls((2,), 20, 6, 32) if toy else cls()
+        return cls((2,), 20, 3, 32) if toy else cls()
 
     @property
     def max_model_len(self) -> int:
@@ -99,7 +99,7 @@ def measure_engine(
 
 def model_of(toy: bool) -> DecoderConfig:
     if toy:
-        return dataclasses.replace(small_model(2, 128), dtype="bfloat16")
+        return dataclasses.replace(small_model(1, 128), dtype="bfloat16")
     return real_model("llama-3.1-8b")
 
 

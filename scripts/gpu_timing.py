@@ -59,6 +59,7 @@ def chain_seconds(
     step: Callable[..., jax.Array], q: jax.Array, *operands: Any, calls: int
 ) -> float:
     """Seconds of one `step(q, *operands)`, whose result is the next one's `q`."""
+    step = jax.jit(step)  # traced and lowered once
 
     @jax.jit
     def chain(q: jax.Array, *operands: Any) -> jax.Array:

@@ -68,8 +68,7 @@ class Setup(ragged_cases.Setup):
 def paged(block_size: int, **fields: Any) -> Setup:
     """A setup with contexts of up to 384 tokens, or three blocks."""
     width = max(3, 384 // block_size)
-    blocks = 1 + 2 * width
-    return Setup(block_size=block_size, table_width=width, num_blocks=blocks, **fields)
+    return Setup(block_size=block_size, table_width=width, num_blocks=1 + 3 * width, **fields)
 
 
 def simulate(case: Case) -> np.ndarray:
