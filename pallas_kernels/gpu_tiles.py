@@ -7,8 +7,9 @@ stage is worked on: two stages of 32 KiB do, more is taken where it fits.
 
 Keys are cut in splits of a fixed size, counted from key 0, so that a long context is worked on by
 many multiprocessors (Flash-Decoding, Dao et al., 2023). Each leaves float32 partial results, which
-are combined afterwards. A split is as short as `PARTIAL_BYTES` for all of them allow, and at least
-so long that writing and reading its result is little beside reading its keys.
+are combined afterwards. A split is so long that writing and reading its result is little beside
+reading its keys (3% of a decode's, at head size 128 and 16 bits), or shorter where a call has too
+few tiles for all multiprocessors; and longer where all results would exceed `PARTIAL_BYTES`.
 """
 
 import dataclasses
@@ -20,7 +21,9 @@ TILE_ROWS = 64  # of a warpgroup's matrix product
 SMEM_BYTES = 227 * 1024  # of a block, on Hopper
 PARTIAL_BYTES = 32 << 20
 MOST_STAGES = 4
-_LEAST_SPLIT = {True: 1024, False: 4096}  # keys; of decodes and chunks
+_SPLIT = {True: 1024, False: 4096}  # keys; of decodes and chunks, if tiles are many
+_SHORTEST = 8  # a split may be so many times shorter
+_MULTIPROCESSORS = 132
 _INVARIANT_SPLIT = 4096
 _OTHER_BYTES = 4096  # more than barriers and alignment take
 
@@ -122,12 +125,12 @@ def best_tiles(
     def sizes(forms: tuple[tuple[int, int], ...], *, is_decode: bool) -> GpuTileSizes:
         warpgroups, keys, stages = _largest(shape, forms, is_decode=is_decode)
         chosen = GpuTileSizes(warpgroups, keys, stages, 0)
-        rows = num_seqs if is_decode else num_rows
-        rows *= shape.row_group(chosen, is_decode=is_decode)
+        tokens = num_seqs if is_decode else num_rows
+        rows = tokens * shape.row_group(chosen, is_decode=is_decode)
         if batch_invariant:  # must not depend on the number of rows
             split = _INVARIANT_SPLIT
         else:
-            split = _split(shape, rows, parts=warpgroups if is_decode else 1, is_decode=is_decode)
+            split = _split(shape, chosen, rows, is_decode=is_decode)
         fetched = shape.fetched_keys(chosen, is_decode=is_decode)
         return dataclasses.replace(chosen, split=-(-split // fetched) * fetched)
 
@@ -153,8 +156,14 @@ def _largest(
     raise NotImplementedError(f"head size {shape.head_dim} with {shape.kv_dtype} does not fit")
 
 
-def _split(shape: GpuShape, rows: int, parts: int, *, is_decode: bool) -> int:
-    """Keys of a split: partial results of all splits are to take `PARTIAL_BYTES`."""
+def _split(shape: GpuShape, sizes: GpuTileSizes, rows: int, *, is_decode: bool) -> int:
+    """Keys of a split for a call of so many rows; see the head of this file."""
+    tile = shape.row_group(sizes, is_decode=True) if is_decode else TILE_ROWS * sizes.warpgroups
+    programs = max(1, rows // tile) * shape.kv_heads
+    split = least = _SPLIT[is_decode]
+    while split > least // _SHORTEST and programs * (least // split) < _MULTIPROCESSORS:
+        split //= 2
+    parts = sizes.warpgroups if is_decode else 1
     one = rows * parts * shape.kv_heads * shape.head_dim * 4
     most = max(1, PARTIAL_BYTES // one)
-    return max(_LEAST_SPLIT[is_decode], -(-shape.num_keys // most))
+    return max(split, -(-shape.num_keys // most))

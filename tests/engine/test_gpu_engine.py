@@ -5,7 +5,6 @@ short request is all.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,9 +39,9 @@ def gpu_engine(model: DecoderConfig, **settings: Any) -> LLMEngine:
 
 
 @pytest.fixture(scope="module")
-def tight() -> Iterator[LLMEngine]:
+def tight() -> LLMEngine:
     """Room for about two of the longest requests: others wait, or give way."""
-    yield gpu_engine(UNIFORM, num_blocks=9)
+    return gpu_engine(UNIFORM, num_blocks=9)
 
 
 def assert_equal_the_oracle(engine: LLMEngine, lengths: list[int], num_tokens: int) -> None:

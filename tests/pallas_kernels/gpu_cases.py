@@ -27,6 +27,10 @@ TOLERANCE = {"bfloat16": 5e-3, "float16": 2e-3}  # by dtype of the products; |v|
 UNOPTIMIZED: Any = {"xla_backend_optimization_level": 0}
 
 
+# A barrier that has come twice before a warpgroup looked is one that nobody waits for.
+_RACES = ("RACE DETECTED", "completed again before previous completion was observed")
+
+
 def small_tiles(
     decode: tuple[int, int, int] = (2, 64, 2), chunk: tuple[int, int, int] = (2, 64, 2)
 ) -> GpuTiles:
@@ -151,8 +155,8 @@ def races_are_errors() -> Iterator[None]:
         with contextlib.redirect_stdout(printed), threads_compiled_once():
             yield
             jax.effects_barrier()
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:  # from jax 0.12 on, a race raises
-        if "RACE DETECTED" in str(error):
+    except RuntimeError as error:  # from jax 0.12 on, a race raises
+        if any(sign in str(error) for sign in _RACES):
             raise AssertionError(str(error)) from error
         raise
     finally:
