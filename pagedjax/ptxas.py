@@ -30,7 +30,8 @@ class KernelResources:
 def kernel_resources() -> Iterator[list[KernelResources]]:
     """A list that holds, when the block is left, all Mosaic GPU kernels compiled inside.
 
-    One that comes from JAX's compilation cache is not compiled.
+    One that comes from JAX's compilation cache is not compiled. Without `nvdisasm` on the PATH,
+    Mosaic GPU says on stderr that it is missing: it would also disassemble, which is not needed.
     """
     found: list[KernelResources] = []
     before = os.environ.get(_DUMP)

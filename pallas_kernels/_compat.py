@@ -11,8 +11,9 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__
 # the same product outside a loop runs on one thread, and a padded bf16 product is faster.
 CPU_MATVEC_FUSES_CAST = JAX_VERSION < (0, 11)
 
-# In GPU interpret mode, buffers that share their memory.
-GPU_SIMULATOR_KNOWS_UNIONS = JAX_VERSION >= (0, 12)
+# GPU interpret mode: buffers may share their memory, and a kernel that is called again is not
+# compiled again, which takes a quarter of a minute.
+GPU_SIMULATOR_KNOWS_UNIONS = GPU_SIMULATOR_REUSES_PROGRAMS = JAX_VERSION >= (0, 12)
 
 _SIMULATOR_THREADS = 4  # one a warpgroup, which wait for each other, and one to spare
 

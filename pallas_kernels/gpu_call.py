@@ -68,10 +68,11 @@ def call_kernel(
 
     def body(*refs: Any, tiles: Any, **buffers: Any) -> None:
         *read, out, lse = refs
-        q_tiles, out_tiles = zip(*tiles, strict=True)
         if scales is None:
             read.append(None)
-        kernel(s, Refs(*read, out, lse, q_tiles=q_tiles, out_tiles=out_tiles, **buffers))
+        q_tiles, out_tiles = zip(*tiles, strict=True)
+        named = zip(Refs._fields, (*read, out, lse, q_tiles, out_tiles), strict=False)
+        kernel(s, Refs(**dict(named), **buffers))
 
     body.__name__ = f"paged_attention_{'decode' if is_decode else 'chunk'}"
     options = {"interpret": interpret} if interpret else {}

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA = plgpu.Layout.WGMMA
+_Accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 ROWS = WGMMA.reduce(1)  # of a vector with one element a row
 KEYS = WGMMA.reduce(0)  # ... a column
 
@@ -47,7 +48,7 @@ def scores(q: Any, k: Any, *, is_simulated: bool) -> jax.Array:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+    return pl.run_scoped(multiply, _Accumulator((q.shape[0], k.shape[0]), jnp.float32))
 
 
 def add_product(acc: jax.Array, p: jax.Array, v: Any, *, is_simulated: bool) -> jax.Array:
@@ -58,4 +59,5 @@ def add_product(acc: jax.Array, p: jax.Array, v: Any, *, is_simulated: bool) -> 
     def multiply(acc: Any) -> None:
         plgpu.wgmma(acc, p, v)
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    start: Any = _Accumulator.init(acc)
+    return pl.run_state(multiply)(start)

@@ -30,7 +30,7 @@ from gpu_report import numerics_failed, print_report, write_plot
 from gpu_worker import PARTS, Task
 
 from pallas_kernels import Implementation
-from pallas_kernels._compat import JAX_VERSION
+from pallas_kernels._compat import GPU_SIMULATOR_REUSES_PROGRAMS
 
 RESERVED_S = {"machine": 25, "numerics": 145, "speed": 110, "references": 80, "engine": 120}
 """Of a budget of 480 s: what is left for a part by those before it, and more if they need less."""
@@ -169,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _toy_kernel() -> Implementation:
     # Older simulators compile every thread anew in every call, which takes a quarter of a minute.
-    return "mosaic_gpu_interpret" if JAX_VERSION >= (0, 12) else "xla"
+    return "mosaic_gpu_interpret" if GPU_SIMULATOR_REUSES_PROGRAMS else "xla"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,8 +15,9 @@ to `--context` tokens, is compiled by the chip's own compiler, and the program i
                    or only traffic where they go to the chip's fast memory right away; found by
                    their axes, so something else of the same axes would count, too
 
-and of each Pallas kernel what the compiler tells of its use of VMEM, and the block tables that it
-keeps in SMEM, of which the compiler tells nothing, nor of a GPU's shared memory.
+and of each Pallas kernel what the compiler tells: on TPU of its use of VMEM, with the block tables
+that it keeps in SMEM, of which the compiler tells nothing; on GPU the registers of a thread, and the
+bytes that are spilled for want of more.
 
 Of the TPU kernel, what attention reads, writes and multiplies in all layers is counted: when all
 sequences decode at `--context`, and for one chunk of `--num-tokens` that ends there; and how many
@@ -55,6 +56,7 @@ from pagedjax.hlo_text import Kernel
 from pagedjax.memory import default_num_blocks
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
+from pagedjax.ptxas import KernelResources, kernel_resources
 from pagedjax.runner import choose_attention
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import EngineState, step
@@ -105,6 +107,7 @@ class Report:
     pool_copies: list[str]
     retiled: dict[str, int]
     kernels: list[Kernel]
+    resources: list[KernelResources]
     table_bytes: int
 
     @property
@@ -136,11 +139,18 @@ def make_report(
 
     place = None if default_formats else place_like_engine
     run = functools.partial(step, model, ())
-    compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
-    return _read(compiled, params, state, batch)
+    with kernel_resources() as resources:
+        compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
+    return _read(compiled, resources, params, state, batch)
 
 
-def _read(compiled: Compiled, params: Params, state: EngineState, batch: Batch) -> Report:
+def _read(
+    compiled: Compiled,
+    resources: list[KernelResources],
+    params: Params,
+    state: EngineState,
+    batch: Batch,
+) -> Report:
     return Report(
         lower_s=compiled.lower_s,
         compile_s=compiled.compile_s,
@@ -152,6 +162,7 @@ def _read(compiled: Compiled, params: Params, state: EngineState, batch: Batch) 
         pool_copies=compiled.copies_of(state.cache.pool.shape),
         retiled=_retiled(compiled, params),
         kernels=compiled.program.kernels(),
+        resources=resources,
         table_bytes=_nbytes(batch.step.block_tables[0]),
     )
 
@@ -245,7 +256,10 @@ def make_table(title: str, report: Report, traffic: dict[str, float]) -> Table:
     table.add_row("re-tiled", _size(sum(report.retiled.values())) if report.retiled else "none")
     for name, nbytes in report.retiled.items():
         table.add_row(f"  {name}", _size(nbytes))
-    for kernel in report.kernels:
+    for kernel in report.resources:
+        used = f"{kernel.registers}, {kernel.spill_bytes:,} bytes spilled"
+        table.add_row(f"kernel {kernel.name}: registers", used)
+    for kernel in (kernel for kernel in report.kernels if kernel.backend == "tpu_custom_call"):
         limit = kernel.vmem_limit_bytes
         of_limit = "" if limit is None else f" of {_size(limit)}"
         used = None if kernel.vmem_bytes is None else _size(kernel.vmem_bytes)

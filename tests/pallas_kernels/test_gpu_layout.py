@@ -30,7 +30,7 @@ def batches(draw) -> list[tuple[int, int]]:
     """Tokens of this step and of the context, of up to six sequences with 96 rows."""
     rows, lengths = NUM_ROWS, []
     for _ in range(draw(st.integers(0, NUM_SEQS))):
-        query = draw(st.one_of(st.integers(0, 2), st.integers(0, rows)).filter(lambda n: n <= rows))
+        query = draw(st.one_of(st.integers(0, min(2, rows)), st.integers(0, rows)))
         old = draw(st.one_of(st.just(0), st.integers(0, NUM_KEYS - query)))
         lengths.append((query, query + old))
         rows -= query

@@ -111,9 +111,5 @@ def test_a_mask_that_is_off_by_one_gives_wrong_numbers(off, setup, monkeypatch):
 @pytest.mark.parametrize("setup", [DECODE, CONVERTED, CHUNK], ids=["decode", "int8", "chunk"])
 def test_values_behind_the_end_that_are_not_cleaned_give_nan(setup, monkeypatch):
     monkeypatch.setattr(gpu_softmax, "_clean", nothing)
-    if setup.is_quantized:  # int8 has no NaN, but its scales have
-        monkeypatch.setattr(
-            gpu_softmax, "_v_scales", lambda s, r, item, key, stage, rows: r.v_scales[stage, rows]
-        )
     with pytest.raises(AssertionError, match="nan location mismatch"):
         run(setup)

@@ -1,6 +1,9 @@
 """Which implementation of attention serves a call, and that all of them agree."""
 
 import logging
+import os
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    GpuTiles,
+    GpuTileSizes,
     TileSizes,
     TpuTiles,
     choose_implementation,
+    gpu_attention,
     most_table_entries,
     paged_attention,
     paged_attention_and_write,
@@ -18,6 +24,8 @@ from pallas_kernels import (
     storage_dtype,
     to_storage,
 )
+from pallas_kernels._compat import cannot_simulate_gpu
+from tests.pallas_kernels.gpu_cases import threads_compiled_once
 from tests.pallas_kernels.random_batch import random_case
 
 SERVED = {
@@ -27,29 +35,40 @@ SERVED = {
     "block_size": 16,
     "num_seqs": 8,
     "table_width": 64,
+    "head_lanes": 64,
+    "group": 4,
 }
 
 
 def test_none_takes_the_best_of_each_platform_without_a_warning(caplog):
-    best = {"cpu": "xla", "gpu": "xla", "tpu": "mosaic_tpu"}
+    best = {"cpu": "xla", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
     for platform, want in best.items():
         assert choose_implementation(None, platform, **SERVED) == want
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["xla", "reference", "mosaic_tpu_interpret"])
+@pytest.mark.parametrize(
+    "name", ["xla", "reference", "mosaic_tpu_interpret", "mosaic_gpu_interpret"]
+)
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_a_name_is_taken_at_its_word(platform, name):
     assert choose_implementation(name, platform, **SERVED) == name
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_the_tpu_kernel_runs_on_no_other_platform(platform):
-    with pytest.raises(NotImplementedError, match=f"'{platform}'.*mosaic_tpu_interpret"):
-        choose_implementation("mosaic_tpu", platform, **SERVED)
+@pytest.mark.parametrize("home", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_kernel_runs_on_no_other_platform(platform, home):
+    name = f"mosaic_{home}"
+    if platform == home:
+        assert choose_implementation(name, platform, **SERVED) == name
+        return
+    with pytest.raises(
+        NotImplementedError, match=f"'{platform}'.*runs on {home.upper()}.*{name}_interpret"
+    ):
+        choose_implementation(name, platform, **SERVED)
 
 
-UNSERVED = [
+UNSERVED_ON_TPU = [
     ({"block_size": 8}, "block_size 8: .*multiple of 16"),
     ({"kv_dtype": "float8_e4m3fn", "storage": "float8_e4m3fn"}, "block_size 16: .*multiple of 32"),
     ({"storage": "uint16"}, "bfloat16 stored as uint16"),
@@ -62,19 +81,102 @@ UNSERVED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), UNSERVED)
-def test_what_the_kernel_cannot_serve_raises_by_name_and_falls_back_with_a_warning(
-    change, reason, caplog
-):
-    for name in ("mosaic_tpu", "mosaic_tpu_interpret"):
-        with pytest.raises(NotImplementedError, match=f"'{name}' cannot serve.*{reason}"):
-            choose_implementation(name, "tpu", **(SERVED | change))
-    with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
-        assert choose_implementation(None, "tpu", **(SERVED | change)) == "xla"
-    assert "slower than the TPU kernel" in caplog.text
+UNSERVED_ON_GPU = [
+    ({"kv_dtype": "float32", "storage": "float32"}, "a pool of float32: it reads bfloat16, .*int8"),
+    ({"kv_dtype": "int8", "storage": "int8"}, "int8 pool without scales"),
+    ({"head_lanes": 32}, "head size 32: one of 64, 96, 128, 256"),
+    ({"group": 65}, "65 query heads a KV head: at most 64"),
+    ({"block_size": 4}, "block_size 4: it must be 8, 16, 32 or a multiple of 64"),
+    ({"block_size": 24}, "block_size 24: it must be"),
+    ({"block_size": 96}, "block_size 96: it must be"),
+]
+UNSERVED = [
+    pytest.param(platform, change, reason, id=f"{platform}: {reason[:30]}")
+    for platform, table in (("tpu", UNSERVED_ON_TPU), ("gpu", UNSERVED_ON_GPU))
+    for change, reason in table
+]
+
+
+def falls_back(caplog, platform: str, **call) -> str:
+    """The one warning with which None becomes plain XLA; by no means on CPU."""
     caplog.clear()
-    assert choose_implementation(None, "cpu", **(SERVED | change)) == "xla"
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
+        assert choose_implementation(None, platform, **call) == "xla"
+    (record,) = caplog.records
+    assert f"slower than the {platform.upper()} kernel" in record.getMessage()
+    caplog.clear()
+    assert choose_implementation(None, "cpu", **call) == "xla"
     assert not caplog.records
+    return record.getMessage()
+
+
+@pytest.mark.parametrize(("platform", "change", "reason"), UNSERVED)
+def test_what_a_kernel_cannot_serve_raises_by_name_and_falls_back_with_a_warning(
+    platform, change, reason, caplog
+):
+    call = SERVED | change
+    for name in (f"mosaic_{platform}", f"mosaic_{platform}_interpret"):
+        with pytest.raises(NotImplementedError, match=f"'{name}' cannot serve.*{reason}"):
+            choose_implementation(name, platform, **call)
+    assert re.search(reason, falls_back(caplog, platform, **call))
+
+
+def test_only_the_simulated_gpu_kernel_takes_a_pool_of_bits(caplog):
+    call = SERVED | {"storage": "uint16"}
+    simulated = "mosaic_gpu_interpret"
+    assert choose_implementation(simulated, "cpu", **call) == simulated
+    reason = "bfloat16 stored as uint16"
+    with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot serve.*{reason}"):
+        choose_implementation("mosaic_gpu", "gpu", **call)
+    assert reason in falls_back(caplog, "gpu", **call)
+
+
+def test_another_gpu_than_hopper_falls_back_with_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(gpu_attention, "unsupported_chip", lambda: "a GPU of another kind")
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot serve a GPU of another"):
+        choose_implementation("mosaic_gpu", "gpu", **SERVED)
+    assert "a GPU of another kind" in falls_back(caplog, "gpu", **SERVED)
+    simulated = "mosaic_gpu_interpret"
+    assert choose_implementation(simulated, "cpu", **SERVED) == simulated
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_served"),
+    [("9.0", True), (9.0, True), ("10.0", False), ("12.0", False), ("8.9", False), (None, True)],
+)
+def test_the_gpu_kernel_is_for_compute_capability_nine(capability, is_served, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    reason = gpu_attention.unsupported_chip()
+    assert (reason is None) == is_served
+    assert is_served or f"capability {capability}: it is written for Hopper" in reason
+
+
+@pytest.mark.parametrize(
+    ("variables", "cores", "threads"),
+    [
+        ({}, 3, 3),
+        ({}, 4, None),
+        ({}, None, 1),
+        ({"PJRT_NPROC": "2"}, 64, 2),
+        ({"NPROC": "3"}, 64, 3),
+        ({"PJRT_NPROC": "4", "NPROC": "1"}, 1, None),
+    ],
+)
+def test_the_gpu_kernel_is_not_simulated_where_it_would_wait_for_ever(
+    variables, cores, threads, monkeypatch
+):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    if threads is None:
+        assert cannot_simulate_gpu() is None
+        return
+    with pytest.raises(NotImplementedError, match=f"{threads} threads of XLA.*PJRT_NPROC=4"):
+        choose_implementation("mosaic_gpu_interpret", "cpu", **SERVED)
+    assert choose_implementation("mosaic_gpu", "gpu", **SERVED) == "mosaic_gpu"
 
 
 def test_block_tables_fit_up_to_the_limit():
@@ -106,13 +208,42 @@ def test_sizes_that_the_kernel_cannot_work_with_are_refused():
         )
 
 
+TPU_TILES = TpuTiles(TileSizes(1, 2, 16), TileSizes(4, 2, 16))
+GPU_TILES = GpuTiles(GpuTileSizes(2, 64, 2, 128), GpuTileSizes(2, 64, 2, 128))
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "reason"),
+    [
+        ("mosaic_gpu_interpret", TPU_TILES, "TpuTiles given to a kernel that takes GpuTiles"),
+        ("mosaic_tpu_interpret", GPU_TILES, "GpuTiles given to a kernel that takes TpuTiles"),
+    ],
+)
+def test_sizes_of_another_kernel_are_refused(name, tiles, reason):
+    case = random_case(0, [(2, 5)], block_size=16, head_dim=64)
+    q, pool = (jnp.asarray(x, jnp.bfloat16) for x in (case.q, case.pool))
+    with pytest.raises(ValueError, match=reason):
+        paged_attention(
+            q, pool, None, 0, case.batch, sm_scale=1.0, implementation=name, tiles=tiles
+        )
+    with pytest.raises(ValueError, match=reason):
+        plan_attention(case.batch, len(q), 4, pool, None, implementation=name, tiles=tiles)
+
+
 LENGTHS = [(1, 1), (1, 37), (6, 50), (20, 20)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-def test_all_implementations_attend_and_write_alike(kv_dtype):
-    size, dim, heads = 32, 16, 2
-    case = random_case(0, LENGTHS, block_size=size, padding_rows=3, padding_seqs=1)
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "names"),
+    [
+        ("float32", 16, ("xla", "mosaic_tpu_interpret")),
+        ("bfloat16", 64, ("xla", "mosaic_gpu_interpret")),
+        ("int8", 64, ("xla", "mosaic_tpu_interpret", "mosaic_gpu_interpret")),
+    ],
+)
+def test_all_implementations_attend_and_write_alike(kv_dtype, dim, names):
+    size, heads = 32, 2
+    case = random_case(0, LENGTHS, block_size=size, head_dim=dim, padding_rows=3, padding_seqs=1)
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, len(case.q), heads, dim)).astype(np.float32)
     is_quantized = kv_dtype == "int8"
@@ -122,12 +253,12 @@ def test_all_implementations_attend_and_write_alike(kv_dtype):
     if is_quantized:
         scales = jnp.full((*pool.shape[:3], 2, size), 0.05, jnp.float32)
     out = {}
-    for name in ("reference", "xla", "mosaic_tpu_interpret"):
+    for name in ("reference", *names):
 
         def attend(pool, scales, name=name):
             shape = (case.batch, len(case.q), case.q.shape[1], pool, scales)
-            layout = plan_attention(*shape, implementation=name)
-            assert (layout is None) == (name != "mosaic_tpu_interpret")
+            layout = plan_attention(*shape, kv_dtype=kv_dtype, implementation=name)
+            assert (layout is None) == (name in ("reference", "xla"))
             rows = map(jnp.asarray, (case.q, k, v))
             return paged_attention_and_write(
                 *rows,
@@ -136,14 +267,16 @@ def test_all_implementations_attend_and_write_alike(kv_dtype):
                 1,
                 case.batch,
                 sm_scale=0.25,
+                kv_dtype=kv_dtype,
                 implementation=name,
                 layout=layout,
             )
 
-        out[name] = jax.tree.map(np.asarray, jax.jit(attend)(pool, scales))
+        with threads_compiled_once():
+            out[name] = jax.tree.map(np.asarray, jax.jit(attend)(pool, scales))
     want, pool, scales = out.pop("reference")
     for got, got_pool, got_scales in out.values():
-        tolerance = 2e-2 if is_quantized else 2e-5  # the kernel multiplies in bfloat16
+        tolerance = 2e-5 if kv_dtype == "float32" else 2e-2  # kernels multiply in bfloat16
         rows = slice(case.num_rows)
         np.testing.assert_allclose(got[rows], want[rows], rtol=tolerance, atol=tolerance)
         np.testing.assert_array_equal(got_pool, pool)

@@ -76,6 +76,23 @@ def test_tells_of_the_kernels_and_their_vmem(
     assert f"kernel {kernels[0]['name']}: VMEM" in capsys.readouterr().out
 
 
+def test_tells_of_the_registers_of_gpu_kernels(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    need("h200")
+    monkeypatch.setitem(globals(), "TINY", dataclasses.replace(TINY, head_dim=64))
+    got = run(script, monkeypatch, tmp_path, "h200")  # it is what an engine would take
+    assert got["attention"] == "mosaic_gpu"
+    names = {"paged_attention_chunk", "paged_attention_decode"}
+    assert {kernel["name"] for kernel in got["resources"]} == names
+    assert all(0 < kernel["registers"] <= 255 for kernel in got["resources"])
+    assert not any(kernel["spill_bytes"] for kernel in got["resources"])
+    assert "kernel paged_attention_decode: registers" in capsys.readouterr().out
+
+
 def test_blocks_fill_the_memory_that_parameters_leave(script: ModuleType) -> None:
     shape = script.Shape(256, 64, 4096, 64)
     model = script.real_model("gemma-3-270m")
