@@ -16,7 +16,7 @@ HEADS = {64: (6, 2), 96: (2, 2), 128: (8, 2), 256: (7, 1)}
 BLOCK_SIZES = {64: 16, 96: 8, 128: 16, 256: 128}
 MATRIX = list(itertools.product(DTYPES, HEADS))
 FIRST = [case for n, case in enumerate(MATRIX) if n % 5 == 0]  # all dtypes and head sizes
-NUM_BLOCKS = 4096
+NUM_BLOCKS = 16384
 
 
 def compile_kernel(

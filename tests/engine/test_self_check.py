@@ -13,7 +13,7 @@ from pagedjax import KernelCheckError, PagedJaxError, engine, self_check
 from pagedjax.models.config import DecoderConfig
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.self_check import CheckResult, check_attention
-from pallas_kernels import attention, paged_attention_and_write
+from pallas_kernels import attention, gpu_softmax, paged_attention_and_write
 from tests.engine.tiny import (
     SLIDING,
     UNIFORM,
@@ -133,6 +133,24 @@ def test_a_right_kernel_passes(model: DecoderConfig, changed: dict[str, Any]) ->
     result = check(model, **changed)
     assert result.ok, str(result)
     assert result.largest_difference < result.tolerance / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_gpu_kernel_passes_and_a_mistake_in_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    if wrong:
+        monkeypatch.setattr(gpu_softmax, "LOG2E", 1.5)
+    result = check(
+        dataclasses.replace(SLIDING, head_dim=64),
+        kv_dtype=jnp.dtype(jnp.bfloat16),
+        implementation="mosaic_gpu_interpret",
+        platform="gpu",
+        batch_invariant=False,
+    )
+    assert result.error is None
+    assert result.ok is not wrong, str(result)
 
 
 @pytest.mark.parametrize("mistake", WRONG)
