@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gpu_kernel, gpu_softmax
 from pallas_kernels._compat import JAX_VERSION
-from tests.pallas_kernels.gpu_cases import Setup, check_anew, paged, small_tiles
+from tests.pallas_kernels.gpu_cases import RACES, Setup, check_anew, paged, small_tiles
 from tests.pallas_kernels.ragged_cases import make_case
 
 DECODE = paged(16, num_rows=1)  # one program is compiled, not two
@@ -38,9 +38,6 @@ def run(setup: Setup) -> None:
       AssertionError: a race, or a wrong result.
     """
     check_anew(make_case(setup, 0, [(1 if setup.num_rows == 1 else 40, 300)]))
-
-
-RACE = "RACE DETECTED|completed again"
 
 
 @pytest.mark.slow
@@ -76,30 +73,30 @@ def test_a_stage_that_is_read_before_it_was_filled_is_a_race(monkeypatch):
 
 
 LEFT_OUT = [
-    (gpu_softmax, "barrier_wait", True),
-    (gpu_kernel, "barrier_wait", True),
-    (gpu_softmax, "commit_smem", SEES_EVERYTHING),
-    (gpu_kernel, "commit_smem", SEES_EVERYTHING),
-    (gpu_kernel, "wait_smem_to_gmem", SEES_EVERYTHING),
+    (gpu_softmax, "barrier_wait", True, CHUNK),
+    (gpu_kernel, "barrier_wait", True, DECODE),
+    (gpu_softmax, "commit_smem", SEES_EVERYTHING, CONVERTED),
+    (gpu_kernel, "commit_smem", SEES_EVERYTHING, CHUNK),
+    (gpu_kernel, "wait_smem_to_gmem", SEES_EVERYTHING, DECODE),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [CONVERTED, CHUNK], ids=["int8 decode", "chunk"])
 @pytest.mark.parametrize(
-    ("module", "name", "is_seen"), LEFT_OUT, ids=[f"{m.__name__}.{n}" for m, n, _ in LEFT_OUT]
+    ("module", "name", "is_seen", "setup"),
+    LEFT_OUT,
+    ids=[f"{module.__name__}.{name}" for module, name, *_ in LEFT_OUT],
 )
 def test_what_is_left_out_is_a_race(module, name, is_seen, setup, monkeypatch):
     if not is_seen:
         pytest.skip("this jax does not simulate it")
     monkeypatch.setattr(module, "plgpu", Changed(**{name: nothing}))
-    with pytest.raises(AssertionError, match=RACE):
+    with pytest.raises(AssertionError, match=RACES):
         run(setup)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [DECODE, CHUNK], ids=["decode", "chunk"])
-@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize(("off", "setup"), [(1, DECODE), (-1, CHUNK)], ids=["decode", "chunk"])
 def test_a_mask_that_is_off_by_one_gives_wrong_numbers(off, setup, monkeypatch):
     mask = gpu_softmax._mask
     monkeypatch.setattr(gpu_softmax, "_mask", lambda *a: mask(*a[:4], a[4] + off, a[5]))
