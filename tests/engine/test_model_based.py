@@ -362,8 +362,3 @@ def test_the_tpu_kernel_gives_the_same_tokens_under_strain() -> None:
     check()
     assert counts["swaps"] + counts["recomputes"] > 0, counts
     assert counts["copied"] > 0, counts
-
-
-@pytest.mark.slow
-def test_a_strained_engine_gives_what_an_unlimited_one_gives_many_times() -> None:
-    assert_strained(stress(60))
