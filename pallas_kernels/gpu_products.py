@@ -22,10 +22,9 @@ def transforms(dtype: jnp.dtype, width: int) -> tuple[Any, ...]:
     """How a buffer is tiled and swizzled, so that `width` of its columns are whole tiles."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if width * itemsize % s == 0)
-    return (
-        plgpu.TilingTransform((8, swizzle // itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    tiling: Any = plgpu.TilingTransform  # abstract, say the types of some versions
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any, *, is_simulated: bool) -> jax.Array:

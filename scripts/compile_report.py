@@ -16,8 +16,8 @@ to `--context` tokens, is compiled by the chip's own compiler, and the program i
                    their axes, so something else of the same axes would count, too
 
 and of each Pallas kernel what the compiler tells: on TPU of its use of VMEM, with the block tables
-that it keeps in SMEM, of which the compiler tells nothing; on GPU the registers of a thread, and the
-bytes that are spilled for want of more.
+that it keeps in SMEM, of which the compiler tells nothing; on GPU the registers of a thread, and
+the bytes that are spilled for want of more.
 
 Of the TPU kernel, what attention reads, writes and multiplies in all layers is counted: when all
 sequences decode at `--context`, and for one chunk of `--num-tokens` that ends there; and how many
