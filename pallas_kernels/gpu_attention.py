@@ -10,12 +10,18 @@ import jax.numpy as jnp
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.gpu_call import call_kernel
 from pallas_kernels.gpu_layout import GpuCallLayout, GpuLayout, lay_out
-from pallas_kernels.gpu_tiles import TILE_ROWS, GpuShape, GpuTiles, GpuTileSizes, best_tiles
+from pallas_kernels.gpu_tiles import (
+    MULTIPROCESSORS,
+    TILE_ROWS,
+    GpuShape,
+    GpuTiles,
+    GpuTileSizes,
+    best_tiles,
+)
 
 LOG2E = math.log2(math.e)
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 HEAD_DIMS = (64, 96, 128, 256)
-_H200_MULTIPROCESSORS = 132
 _SIMULATED_PROGRAMS = 2  # enough to share work, and few to wait for
 _WIDEST_WINDOW = 1 << 24  # times a group it is still an int32
 
@@ -139,7 +145,7 @@ def _programs(interpret: Any) -> int:
     """One a multiprocessor: of this machine's GPU, or of an H200 where there is none."""
     if interpret:
         return _SIMULATED_PROGRAMS
-    return getattr(jax.devices()[0], "core_count", None) or _H200_MULTIPROCESSORS
+    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
 def _shape(

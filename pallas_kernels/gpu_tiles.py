@@ -23,7 +23,7 @@ PARTIAL_BYTES = 32 << 20
 MOST_STAGES = 4
 _SPLIT = {True: 1024, False: 4096}  # keys; of decodes and chunks, if tiles are many
 _SHORTEST = 8  # a split may be so many times shorter
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132  # of an H200
 _INVARIANT_SPLIT = 4096
 _OTHER_BYTES = 4096  # more than barriers and alignment take
 
@@ -161,7 +161,7 @@ def _split(shape: GpuShape, sizes: GpuTileSizes, rows: int, *, is_decode: bool) 
     tile = shape.row_group(sizes, is_decode=True) if is_decode else TILE_ROWS * sizes.warpgroups
     programs = max(1, rows // tile) * shape.kv_heads
     split = least = _SPLIT[is_decode]
-    while split > least // _SHORTEST and programs * (least // split) < _MULTIPROCESSORS:
+    while split > least // _SHORTEST and programs * (least // split) < MULTIPROCESSORS:
         split //= 2
     parts = sizes.warpgroups if is_decode else 1
     one = rows * parts * shape.kv_heads * shape.head_dim * 4

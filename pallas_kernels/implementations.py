@@ -70,7 +70,7 @@ def choose_implementation(
         reason = gpu_attention.unsupported(kv_dtype, is_quantized, block_size, head_lanes, group)
         if reason is None and kernel == "mosaic_gpu":
             reason = gpu_attention.unsupported_chip()
-            if storage != kv_dtype:
+            if reason is None and storage != kv_dtype:
                 reason = f"a pool of {kv_dtype} stored as {storage}"
         elif reason is None:
             reason = cannot_simulate_gpu()

@@ -1,10 +1,7 @@
-"""An engine with the simulated GPU kernel gives the oracle's tokens, whatever it has to do.
-
-The simulator of jax 0.10 compiles the kernel anew for every call, half a minute a step: there one
-short request is all.
-"""
+"""An engine with the simulated GPU kernel gives the oracle's tokens, whatever it has to do."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ import pytest
 from pagedjax.engine import LLMEngine
 from pagedjax.models.config import DecoderConfig
 from pagedjax.sampling_params import SamplingParams
-from pallas_kernels._compat import GPU_SIMULATOR_REUSES_PROGRAMS
 from tests.engine.tiny import (
     SLIDING,
     UNIFORM,
@@ -22,11 +18,15 @@ from tests.engine.tiny import (
     random_prompts,
     tiny_engine,
 )
+from tests.pallas_kernels.gpu_cases import threads_compiled_once
 
 LAYER = dataclasses.replace(UNIFORM, num_layers=1, windows=UNIFORM.windows[:1], rope_of_layer=(0,))
-is_fast = pytest.mark.skipif(
-    not GPU_SIMULATOR_REUSES_PROGRAMS, reason="the simulator compiles the kernel for every call"
-)
+
+
+@pytest.fixture(autouse=True)
+def _fast_simulator() -> Iterator[None]:
+    with threads_compiled_once():
+        yield
 
 
 def gpu_engine(model: DecoderConfig, **settings: Any) -> LLMEngine:
@@ -59,23 +59,15 @@ def assert_equal_the_oracle(engine: LLMEngine, lengths: list[int], num_tokens: i
     assert pool.num_free == pool.num_usable
 
 
-@pytest.mark.slow
-def test_a_short_request_equals_the_oracle() -> None:
-    assert_equal_the_oracle(gpu_engine(LAYER), [17], 2)
-
-
-@is_fast
 def test_requests_in_a_tight_pool_equal_the_oracle(tight: LLMEngine) -> None:
     assert_equal_the_oracle(tight, [33, 1, 17, 40], 4)
 
 
-@is_fast
 @pytest.mark.slow
 def test_windows_soft_caps_and_several_decode_steps_equal_the_oracle() -> None:
     assert_equal_the_oracle(gpu_engine(SLIDING, num_decode_steps=3), [3, 33], 7)
 
 
-@is_fast
 @pytest.mark.slow
 def test_samples_that_share_blocks_equal_those_of_plain_xla(tight: LLMEngine) -> None:
     """The second prompt finds the first's blocks; samples copy the last block when they write."""
@@ -89,7 +81,6 @@ def test_samples_that_share_blocks_equal_those_of_plain_xla(tight: LLMEngine) ->
     assert tight.cache_stats.prefix_hits > 0
 
 
-@is_fast
 @pytest.mark.slow
 def test_deterministic_engines_give_the_same_bits_in_any_batch() -> None:
     engine = gpu_engine(LAYER, deterministic=True)

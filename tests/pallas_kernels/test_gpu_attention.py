@@ -51,6 +51,7 @@ SLOW_SETUPS = {
         lanes=128,
         with_sinks=True,
         soft_cap=5.0,
+        num_rows=72,
         tiles=small_tiles((2, 64, 3), (2, 128, 2)),
     ),
     "f16, blocks larger than what is fetched": paged(
@@ -65,7 +66,9 @@ SLOW_SETUPS = {
         kv_dtype="float8_e4m3fn",
         tiles=small_tiles(ONE, ONE),
     ),
-    "int8, 9 heads": paged(128, num_heads=9, kv_heads=1, kv_dtype="int8", is_quantized=True),
+    "int8, 9 heads": paged(
+        128, num_heads=9, kv_heads=1, kv_dtype="int8", is_quantized=True, num_rows=72
+    ),
     "bf16, the sizes that are best": paged(16, num_heads=8, kv_heads=2, tiles=None),
     "bf16, invariant, sinks": paged(
         16, num_heads=8, kv_heads=2, batch_invariant=True, with_sinks=True
@@ -82,19 +85,19 @@ def batches(size: int) -> dict[str, tuple[Lengths, int | None]]:
     """Lengths and window by name, for blocks of `size` tokens, splits of 128 and 136 rows."""
     return {
         "decodes at borders": ([(1, 1), (1, size), (1, size + 1), (1, 128), (1, 129)], None),
-        "chunks and a decode": ([(7, 20), (30, 286), (1, 384), (66, 200)], None),
+        "chunks and a decode": ([(7, 20), (9, 265), (1, 384), (50, 150)], None),
         "window of five": ([(1, size), (40, 40), (9, 3 * size), (1, 129)], 5),
         "decodes of several splits": ([(1, 384), (1, 257), (1, 256), (1, 64)], None),
         "prompts": ([(1, 1), (64, 64), (2, 2), (65, 65)], None),
-        "one chunk of several splits": ([(130, 384)], None),
+        "one chunk of several splits": ([(70, 300)], None),
         "no rows first, amid and last": (
             [(0, 0), (1, 9), (0, 2 * size + 3), (12, 12), (0, size)],
             None,
         ),
         "nothing": ([], None),
         "window of one": ([(7, 20), (1, 384), (66, 200)], 1),
-        "window of a block of keys": ([(30, 286), (1, 384)], 64),
-        "window over all": ([(30, 286), (1, 384)], 1000),
+        "window of a block of keys": ([(12, 286), (1, 384)], 64),
+        "window over all": ([(12, 286), (1, 384)], 1000),
     }
 
 
@@ -121,10 +124,9 @@ def test_result(setup, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
 def test_random_batches_and_windows(name):
-    for seed in range(2):
-        rng = np.random.default_rng(seed)
-        window = [None, int(rng.integers(1, 150))][seed % 2]
-        check(make_case(SETUPS[name], seed, random_lengths(rng, SETUPS[name]), window))
+    rng = np.random.default_rng(0)
+    setup, window = SETUPS[name], int(rng.integers(1, 150))
+    check(make_case(setup, 0, random_lengths(rng, setup), window))
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 384])
@@ -143,7 +145,7 @@ def test_sequences_read_the_blocks_of_a_prefix_that_they_share():
 
 # Splits of 4096 keys, so that the first sequence has two.
 CONTEXTS = (4200, 1, 33, 150)
-FIRST = (4080, 0, 0, 60)  # positions whose queries are asked for
+FIRST = (4080, 0, 10, 90)  # positions whose queries are asked for
 INVARIANT = Setup(
     num_heads=4,
     kv_heads=1,
@@ -179,7 +181,7 @@ class Invariance:
 def test_invariant_rows_have_the_same_bits_alone_and_in_another_chunk_and_place():
     rows = Invariance(INVARIANT, None)
     alone = [rows.alone(s) for s in (0, 3)]
-    for chunks in ([(3, 70, 130), (0, 4093, 4100), (2, 5, 6)], [(1, 0, 1), (0, 4099, 4100)]):
+    for chunks in ([(3, 95, 150), (0, 4093, 4100), (2, 5, 6)], [(1, 0, 1), (0, 4099, 4100)]):
         for (s, start, end), found in zip(chunks, rows.step(chunks), strict=True):
             if s in (0, 3):
                 want = alone[s // 3][start - FIRST[s] : end - FIRST[s]]
