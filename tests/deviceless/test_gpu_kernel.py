@@ -79,7 +79,7 @@ def assert_compiles_well(dtype: str, head_dim: int, **options) -> None:
     compiled, resources, pool = compile_kernel(dtype, head_dim, **options)
     size = pool.size * pool.dtype.itemsize
     assert compiled.alias_bytes >= size
-    assert compiled.temp_bytes < size / 4
+    assert compiled.temp_bytes < size / 2
     assert not compiled.copies_of(pool.shape)
     names = {"paged_attention_chunk"}
     if not options.get("batch_invariant"):
