@@ -1,7 +1,6 @@
 """Paged attention on GPU: a batch laid out for the kernel, its calls, partial results combined."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.gpu_call import call_kernel
 from pallas_kernels.gpu_layout import GpuCallLayout, GpuLayout, lay_out
+from pallas_kernels.gpu_softmax import LOG2E
 from pallas_kernels.gpu_tiles import (
     MULTIPROCESSORS,
     TILE_ROWS,
@@ -19,7 +19,6 @@ from pallas_kernels.gpu_tiles import (
     best_tiles,
 )
 
-LOG2E = math.log2(math.e)
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIMULATED_PROGRAMS = 2  # enough to share work, and few to wait for
@@ -66,7 +65,7 @@ def plan_gpu_attention(
     tiles: GpuTiles | None = None,
 ) -> GpuLayout:
     """What `gpu_attention` needs to know of a batch; the same for all layers of a model."""
-    shape = _shape(num_heads, pool.shape, kv_dtype, scales, batch)
+    shape = GpuShape.of(num_heads, pool, kv_dtype, scales, batch)
     tiles = tiles or _tiles(shape, num_rows, batch, batch_invariant)
     return lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
 
@@ -105,7 +104,7 @@ def gpu_attention(
       f32[N, H, D], zero in padding rows.
     """
     num_rows, num_heads, head_dim = q.shape
-    shape = _shape(num_heads, pool.shape, pool.dtype, scales, batch)
+    shape = GpuShape.of(num_heads, pool, pool.dtype, scales, batch)
     tiles = tiles or _tiles(shape, num_rows, batch, batch_invariant)
     if layout is None:
         layout = lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
@@ -146,20 +145,6 @@ def _programs(interpret: Any) -> int:
     if interpret:
         return _SIMULATED_PROGRAMS
     return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
-
-
-def _shape(
-    num_heads: int,
-    pool: tuple[int, ...],
-    kv_dtype: jnp.dtype,
-    scales: jax.Array | None,
-    batch: RaggedBatch,
-) -> GpuShape:
-    _, _, kv_heads, block_size, both = pool
-    num_keys = batch.block_tables.shape[1] * block_size
-    group = num_heads // kv_heads
-    is_quantized = scales is not None
-    return GpuShape(kv_heads, group, both // 2, block_size, num_keys, kv_dtype, is_quantized)
 
 
 def _tiles(shape: GpuShape, num_rows: int, batch: RaggedBatch, batch_invariant: bool) -> GpuTiles:

@@ -15,6 +15,7 @@ from pallas_kernels.ragged_rows import (
     AlignedRows,
     Tiles,
     align_rows,
+    decodes_and_chunks,
     list_tiles,
     most_rows,
     of_rows,
@@ -62,18 +63,13 @@ def lay_out(
     *,
     batch_invariant: bool,
 ) -> GpuLayout:
-    """Lay out a batch of `num_rows` rows; its block tables are not looked at.
-
-    `batch_invariant`: everything is a chunk, so that a row meets one tile shape.
-    """
-    lengths = jnp.diff(batch.query_start)
-    is_decode = jnp.zeros_like(lengths, bool) if batch_invariant else lengths == 1
+    """Lay out a batch of `num_rows` rows; its block tables are not looked at."""
+    decodes, chunks = decodes_and_chunks(batch, num_rows, batch_invariant=batch_invariant)
     decode = chunk = None
-    if not batch_invariant:
-        decode = _call(batch, num_rows, is_decode, shape, tiles.decode, is_decode=True)
-    if num_rows > 1 or batch_invariant:
-        is_chunk = (lengths > 0) & ~is_decode
-        chunk = _call(batch, num_rows, is_chunk, shape, tiles.chunk, is_decode=False)
+    if decodes is not None:
+        decode = _call(batch, num_rows, decodes, shape, tiles.decode, is_decode=True)
+    if chunks is not None:
+        chunk = _call(batch, num_rows, chunks, shape, tiles.chunk, is_decode=False)
     return GpuLayout(decode, chunk)
 
 

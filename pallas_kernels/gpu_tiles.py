@@ -17,6 +17,8 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_kernels.kernel_shape import AttentionShape
+
 TILE_ROWS = 64  # of a warpgroup's matrix product
 SMEM_BYTES = 227 * 1024  # of a block, on Hopper
 PARTIAL_BYTES = 32 << 20
@@ -54,22 +56,8 @@ class GpuTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuShape:
-    """What the sizes depend on.
-
-    Attributes:
-      kv_heads: KVH. group: query heads of a KV head. head_dim: D. block_size: T.
-      num_keys: most keys of a sequence, the table's width times T.
-      kv_dtype: of the pool. is_quantized: whether it has scales.
-    """
-
-    kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    num_keys: int
-    kv_dtype: jnp.dtype
-    is_quantized: bool
+class GpuShape(AttentionShape):
+    """With what it means for the GPU kernel."""
 
     @property
     def compute_dtype(self) -> jnp.dtype:

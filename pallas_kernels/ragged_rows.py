@@ -97,6 +97,19 @@ def segment(ends: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.searchsorted(ends, x, side="right", method="compare_all").astype(jnp.int32)
 
 
+def decodes_and_chunks(
+    batch: RaggedBatch, num_rows: int, *, batch_invariant: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """bool[S] each: sequences of one row, and of more; None where no batch can have any.
+
+    `batch_invariant`: everything is a chunk, so that a row meets one tile shape.
+    """
+    lengths = jnp.diff(batch.query_start)
+    if batch_invariant:
+        return None, lengths > 0
+    return lengths == 1, lengths > 1 if num_rows > 1 else None
+
+
 def of_rows(batch: RaggedBatch, num_rows: int, chosen: jax.Array) -> jax.Array:
     """bool[N]: rows of the `chosen` sequences; padding rows are nobody's."""
     own = segment(batch.query_start[1:], jnp.arange(num_rows, dtype=jnp.int32))

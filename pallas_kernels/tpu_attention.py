@@ -47,21 +47,6 @@ def unsupported(
     return None
 
 
-def kernel_shape(
-    num_heads: int, pool: jax.Array, scales: jax.Array | None, batch: RaggedBatch
-) -> KernelShape:
-    _, _, kv_heads, block_size, both = pool.shape
-    return KernelShape(
-        kv_heads,
-        num_heads // kv_heads,
-        both // 2,
-        block_size,
-        batch.block_tables.shape[1] * block_size,
-        pool.dtype,
-        scales is not None,
-    )
-
-
 def plan_tpu_attention(
     batch: RaggedBatch,
     num_rows: int,
@@ -73,7 +58,7 @@ def plan_tpu_attention(
     tiles: TpuTiles | None = None,
 ) -> TpuLayout:
     """What `tpu_attention` needs to know of a batch; the same for all layers of a model."""
-    shape = kernel_shape(num_heads, pool, scales, batch)
+    shape = KernelShape.of(num_heads, pool, pool.dtype, scales, batch)
     tiles = tiles or best_tiles(shape, chip())
     return lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
 
@@ -113,7 +98,7 @@ def tpu_attention(
       f32[N, H, D], zero in padding rows, and the pool.
     """
     num_rows, num_heads, head_dim = q.shape
-    shape = kernel_shape(num_heads, pool, scales, batch)
+    shape = KernelShape.of(num_heads, pool, pool.dtype, scales, batch)
     tiles = tiles or best_tiles(shape, chip())
     if layout is None:
         layout = lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)

@@ -24,6 +24,8 @@ import math
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kernel_shape import AttentionShape
+
 LANES = 128
 LATENCY_S = 2e-6  # from the start of a DMA to its bytes in VMEM, rounded up
 CHUNK = 512
@@ -56,22 +58,8 @@ class TpuTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelShape:
-    """What the sizes depend on.
-
-    Attributes:
-      kv_heads: KVH. group: query heads of a KV head. head_dim: D. block_size: T.
-      num_keys: most keys of a sequence, the table's width times T.
-      kv_dtype: of the pool. is_quantized: whether it has scales.
-    """
-
-    kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    num_keys: int
-    kv_dtype: jnp.dtype
-    is_quantized: bool
+class KernelShape(AttentionShape):
+    """With what it means for the TPU kernel."""
 
     @property
     def compute_dtype(self) -> jnp.dtype:
