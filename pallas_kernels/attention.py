@@ -4,17 +4,18 @@ import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels._compat import gpu_simulator
 from pallas_kernels.batch import RaggedBatch, slot_mapping
-from pallas_kernels.blocks import Scales, kv_rows, write_kv, write_scales
+from pallas_kernels.blocks import Scales, format_of, kv_rows, write_kv, write_scales
 from pallas_kernels.gpu_attention import gpu_attention, plan_gpu_attention
 from pallas_kernels.gpu_layout import GpuLayout
 from pallas_kernels.gpu_tiles import GpuTiles
 from pallas_kernels.implementations import GPU, TPU, Implementation, choose_for
+from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.quantization import rotate
 from pallas_kernels.reference import reference_attention
 from pallas_kernels.storage import from_storage
 from pallas_kernels.tpu_attention import plan_tpu_attention, tpu_attention
@@ -42,7 +43,7 @@ def paged_attention(
     soft_cap: float | None = None,
     window: jax.Array | int | None = None,
     sinks: jax.Array | None = None,
-    kv_dtype: DTypeLike | None = None,
+    kv_dtype: KVFormat | DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
     tiles: Tiles | None = None,
@@ -55,17 +56,16 @@ def paged_attention(
 
     Args:
       q: [N, H, D] float; rows as `batch` says.
-      pool: [Lg, P, KVH, T, 2 * lanes], this step's keys and values already written (`write_kv`);
-        `lanes >= D`, see `head_lanes`.
-      scales: f32[Lg, P, KVH, 2, T] of a quantized pool; None: the pool's values are meant as they
-        are.
+      pool: [Lg, P, KVH, T, width], this step's keys and values already written (`write_kv`).
+      scales: u32[Lg, P, KVH, T] of a quantized pool; None: the pool's values are meant as they are.
       layer: i32 scalar, index in the group.
       batch: rows, context lengths and block tables.
       sm_scale: factor on q . k, usually `D ** -0.5`.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
       window: a row sees its last `window` positions, its own included; None: all.
       sinks: [H] logits that take part in the softmax with value zero (gpt-oss).
-      kv_dtype: what the pool's elements mean; None: the pool's own dtype.
+      kv_dtype: what the pool's elements mean (see `kv_format`); a dtype: values of it; None: of the
+        pool's own.
       implementation: None picks the best that supports the call; a name is used or raises.
       batch_invariant: a row's result has the same bits whatever its index, its chunk's length and
         the rest of the batch; for a given block size and backend, at some cost. "reference" works
@@ -79,10 +79,10 @@ def paged_attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
       NotImplementedError: the named implementation cannot serve this call.
     """
-    dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = choose_for(implementation, q.shape[1], pool, scales, batch, dtype)
+    form = _check(q, pool, scales, sinks, batch, kv_dtype)
+    chosen = choose_for(implementation, *q.shape[1:], pool, batch, form)
     window = NO_WINDOW if window is None else window
-    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, None, tiles)
+    options = _Options(sm_scale, soft_cap, window, sinks, form, batch_invariant, None, tiles)
     return _attend(chosen, q, None, pool, scales, layer, batch, options)[0]
 
 
@@ -101,7 +101,7 @@ def paged_attention_and_write(
     soft_cap: float | None = None,
     window: jax.Array | int | None = None,
     sinks: jax.Array | None = None,
-    kv_dtype: DTypeLike | None = None,
+    kv_dtype: KVFormat | DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
     tiles: Tiles | None = None,
@@ -123,20 +123,20 @@ def paged_attention_and_write(
     Raises:
       ValueError, NotImplementedError: see `paged_attention`.
     """
-    dtype = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = choose_for(implementation, q.shape[1], pool, scales, batch, dtype)
+    form = _check(q, pool, scales, sinks, batch, kv_dtype)
+    chosen = choose_for(implementation, *q.shape[1:], pool, batch, form)
     window = NO_WINDOW if window is None else window
-    options = _Options(sm_scale, soft_cap, window, sinks, dtype, batch_invariant, layout, tiles)
+    options = _Options(sm_scale, soft_cap, window, sinks, form, batch_invariant, layout, tiles)
     num_blocks, _, block_size = pool.shape[1:4]
     if slots is None:
         slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
     new = None
     if chosen not in TPU:
-        pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=dtype)
+        pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=form)
     else:
-        new, new_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
+        new, words = kv_rows(k, v, pool, form)
         if scales is not None:
-            scales = write_scales(scales, layer, new_scales, *slots)
+            scales = write_scales(scales, layer, words, *slots)
     out, pool = _attend(chosen, q, new, pool, scales, layer, batch, options)
     return out, pool, scales
 
@@ -148,7 +148,7 @@ class _Options(NamedTuple):
     soft_cap: float | None
     window: jax.Array | int
     sinks: jax.Array | None
-    kv_dtype: jnp.dtype
+    kv_format: KVFormat
     batch_invariant: bool
     layout: Layout | None
     tiles: Tiles | None
@@ -167,7 +167,11 @@ def _attend(
     """Attention in q's dtype, and the pool; `new` rows only the TPU kernel writes."""
     if chosen == "reference":
         return _reference(q, pool, scales, layer, batch, options), pool
+    form, dtype = options.kv_format, q.dtype
+    if form.rotates_k:
+        q = rotate(q)
     shared = {
+        "kv_format": form,
         "sm_scale": options.sm_scale,
         "soft_cap": options.soft_cap,
         "window": options.window,
@@ -175,7 +179,7 @@ def _attend(
         "batch_invariant": options.batch_invariant,
     }
     if chosen == "xla":
-        out = xla_attention(q, pool, scales, layer, batch, kv_dtype=options.kv_dtype, **shared)
+        out = xla_attention(q, pool, scales, layer, batch, **shared)
     elif chosen in TPU:
         out, pool = tpu_attention(
             q,
@@ -192,7 +196,7 @@ def _attend(
     else:
         out = gpu_attention(
             q,
-            from_storage(pool, options.kv_dtype),  # only simulated pools are kept as bits
+            from_storage(pool, form.element),  # only simulated pools are kept as bits
             scales,
             layer,
             batch,
@@ -201,17 +205,20 @@ def _attend(
             tiles=_of(GpuTiles, options.tiles),
             interpret=gpu_simulator() if chosen == "mosaic_gpu_interpret" else False,
         )
-    return out.astype(q.dtype), pool
+    if form.rotates_v:
+        out = rotate(out)
+    return out.astype(dtype), pool
 
 
 def plan_attention(
     batch: RaggedBatch,
     num_rows: int,
     num_heads: int,
+    head_dim: int,
     pool: jax.Array,
     scales: Scales,
     *,
-    kv_dtype: DTypeLike | None = None,
+    kv_dtype: KVFormat | DTypeLike | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
     tiles: Tiles | None = None,
@@ -221,17 +228,15 @@ def plan_attention(
     Returns:
       None for implementations that need none.
     """
-    dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
-    chosen = choose_for(implementation, num_heads, pool, scales, batch, dtype)
-    sizes = (batch, num_rows, num_heads, pool, scales)
+    form = format_of(kv_dtype, pool, scales)
+    chosen = choose_for(implementation, num_heads, head_dim, pool, batch, form)
+    sizes = (batch, num_rows, num_heads, head_dim, pool, form)
     if chosen in TPU:
         tiles = _of(TpuTiles, tiles)
         return plan_tpu_attention(*sizes, batch_invariant=batch_invariant, tiles=tiles)
     if chosen in GPU:
         tiles = _of(GpuTiles, tiles)
-        return plan_gpu_attention(
-            *sizes, kv_dtype=dtype, batch_invariant=batch_invariant, tiles=tiles
-        )
+        return plan_gpu_attention(*sizes, batch_invariant=batch_invariant, tiles=tiles)
     return None
 
 
@@ -248,16 +253,18 @@ def _check(
     scales: Scales,
     sinks: jax.Array | None,
     batch: RaggedBatch,
-    kv_dtype: DTypeLike | None,
-) -> jnp.dtype:
+    kv_dtype: KVFormat | DTypeLike | None,
+) -> KVFormat:
     """Refuse shapes that do not fit together; returns what the pool's elements mean."""
     _, num_heads, head_dim = q.shape
-    if pool.ndim != 5 or pool.shape[4] % 2 or pool.shape[4] < 2 * head_dim:
-        raise ValueError(f"q {q.shape} does not fit pool {pool.shape}: want [..., 2 * {head_dim}]")
+    if pool.ndim != 5:
+        raise ValueError(f"pool {pool.shape}: want [Lg, P, KVH, T, width]")
+    form = format_of(kv_dtype, pool, scales)
+    form.split(pool.shape[4], head_dim)
     if num_heads % pool.shape[2]:
         raise ValueError(f"q {q.shape}: heads must be a multiple of the {pool.shape[2]} KV heads")
-    if scales is not None and scales.shape != (*pool.shape[:3], 2, pool.shape[3]):
-        raise ValueError(f"scales {scales.shape} do not fit pool {pool.shape}: [Lg, P, KVH, 2, T]")
+    if scales is not None and scales.shape != pool.shape[:4]:
+        raise ValueError(f"scales {scales.shape} do not fit pool {pool.shape}: [Lg, P, KVH, T]")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks {sinks.shape}: want one per query head, ({num_heads},)")
     num_seqs = batch.block_tables.shape[0]
@@ -266,12 +273,7 @@ def _check(
             f"query_start {batch.query_start.shape} and context_lens {batch.context_lens.shape} "
             f"do not fit block_tables {batch.block_tables.shape}"
         )
-    kv_dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
-    if jnp.issubdtype(kv_dtype, jnp.integer) and scales is None:
-        raise ValueError(
-            f"kv_dtype {kv_dtype} is not a float dtype: say which values it stands for"
-        )
-    return kv_dtype
+    return form
 
 
 def _reference(
@@ -288,11 +290,12 @@ def _reference(
         optional = functools.partial(jax.tree.map, np.asarray)  # None stays None
         out = reference_attention(
             np.asarray(q),
-            np.asarray(pool).view(options.kv_dtype),
+            np.asarray(pool),
             int(layer),
             np.asarray(query_start),
             np.asarray(context_lens),
             np.asarray(block_tables),
+            kv_format=options.kv_format,
             scales=optional(scales),
             sm_scale=options.sm_scale,
             soft_cap=options.soft_cap,

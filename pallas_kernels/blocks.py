@@ -1,22 +1,39 @@
 """Block pool operations: write rows, and copy, gather and scatter whole blocks.
 
-Pool layout: `pool[Lg, P, KVH, T, 2 * lanes]` with K in the first half of the lanes and V in the
-second, each followed by zeros where a head has fewer (`head_lanes`); `Lg` layers of a KV group, `P`
-physical blocks, `T` tokens a block. All functions update a donated or carried pool in
-place. Every indexed axis is an explicit index, so that the scattered window is one contiguous row
-or block: XLA:TPU keeps the pool's layout only in this form.
+Pool layout: `pool[Lg, P, KVH, T, width]`, a row `[K | V]` as its `KVFormat` says, each followed by
+zeros where a backend wants more lanes; `Lg` layers of a KV group, `P` physical blocks, `T` tokens a
+block. All functions update a donated or carried pool in place. Every indexed axis is an explicit
+index, so that the scattered window is one contiguous row or block: XLA:TPU keeps the pool's layout
+only in this form.
 
-`scales[Lg, P, KVH, 2, T]` belongs to quantized pools, one for K and one for V of every token and
-head: a value is the element times its scale. It is None for the others.
+`scales` u32[Lg, P, KVH, T] belongs to quantized pools, one word for K and V of every token and head
+(see `quantization`). It is None for the others.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.kv_format import KVFormat, plain_format
+from pallas_kernels.quantization import pack_int4, pack_scales, quantize_rows, rotate
 from pallas_kernels.storage import to_storage
 
 Scales = jax.Array | None
+
+
+def format_of(kv_dtype: KVFormat | DTypeLike | None, pool: jax.Array, scales: Scales) -> KVFormat:
+    """What a pool holds, from what the caller says of it: a format, a plain dtype, or nothing.
+
+    Raises:
+      ValueError: that does not fit the pool's dtype, or scales are missing or too many.
+    """
+    if not isinstance(kv_dtype, KVFormat):
+        kv_dtype = plain_format(pool.dtype if kv_dtype is None else kv_dtype)
+    if kv_dtype.has_scales != (scales is not None):
+        raise ValueError(f"a pool of {kv_dtype} {'without' if scales is None else 'with'} scales")
+    if kv_dtype.element.itemsize != pool.dtype.itemsize:
+        raise ValueError(f"a pool of {kv_dtype} cannot be stored as {pool.dtype}")
+    return kv_dtype
 
 
 def write_kv(
@@ -28,81 +45,76 @@ def write_kv(
     block: jax.Array,
     slot: jax.Array,
     *,
-    kv_dtype: DTypeLike | None = None,
+    kv_dtype: KVFormat | DTypeLike | None = None,
 ) -> tuple[jax.Array, Scales]:
     """Write one row of K and V per token and KV head into `pool`.
 
     Args:
-      pool: [Lg, P, KVH, T, 2 * lanes], the values of `kv_dtype` or their bits (see `storage`).
-      scales: f32[Lg, P, KVH, 2, T]: rows are quantized; None: they are rounded.
+      pool: [Lg, P, KVH, T, width], elements of `kv_dtype` or their bits (see `storage`).
+      scales: u32[Lg, P, KVH, T] of quantized pools.
       layer: i32 scalar, index in the group.
       k: [N, KVH, D], any float dtype.
       v: [N, KVH, D].
       block: i32[N], physical block of each row; `block >= P` drops the row.
       slot: i32[N], 0 <= slot < T.
-      kv_dtype: what the pool's elements mean; None: the pool's own dtype.
+      kv_dtype: what the pool's elements mean; a dtype: values; None: of the pool's own dtype.
 
     Returns:
       The updated `(pool, scales)`.
 
     Raises:
-      ValueError: k and v do not fit the pool.
+      ValueError: k and v, or the scales, do not fit the pool.
     """
-    dtype = jnp.dtype(pool.dtype if kv_dtype is None else kv_dtype)
-    rows, row_scales = kv_rows(k, v, pool, dtype, quantize=scales is not None)
+    rows, words = kv_rows(k, v, pool, format_of(kv_dtype, pool, scales))
     head = jnp.arange(pool.shape[2], dtype=jnp.int32)
     pool = pool.at[layer, block[:, None], head[None], slot[:, None]].set(rows, mode="drop")
     if scales is not None:
-        scales = write_scales(scales, layer, row_scales, block, slot)
+        scales = write_scales(scales, layer, words, block, slot)
     return pool, scales
 
 
 def kv_rows(
-    k: jax.Array, v: jax.Array, pool: jax.Array, kv_dtype: jnp.dtype, *, quantize: bool
+    k: jax.Array, v: jax.Array, pool: jax.Array, kv_format: KVFormat
 ) -> tuple[jax.Array, jax.Array | None]:
     """K and V of tokens as the pool stores them.
 
     Returns:
-      `(rows [N, KVH, 2 * lanes] in the pool's dtype, f32[N, KVH, 2] scales or None)`.
+      `(rows [N, KVH, width] in the pool's dtype, u32[N, KVH] words of scales or None)`.
     """
-    lanes = pool.shape[-1] // 2
-    if k.shape != v.shape or k.shape[-1] > lanes or k.shape[1] != pool.shape[2]:
+    if k.shape != v.shape or k.shape[1] != pool.shape[2]:
         raise ValueError(f"k {k.shape} and v {v.shape} do not fit a pool of shape {pool.shape}")
-    both = jnp.stack([k, v], axis=2)
-    row_scales = None
-    if quantize:
-        both, row_scales = quantize_rows(both, kv_dtype)
-    both = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, lanes - k.shape[-1])))
-    rows = both.reshape(*k.shape[:2], 2 * lanes)
-    return to_storage(rows, kv_dtype, pool.dtype), row_scales
+    row = kv_format.split(pool.shape[-1], k.shape[-1])
+    f = kv_format
+    k, k_scale = _stored(rotate(k) if f.rotates_k else k, f.k, f.has_scales, row.k, pool.dtype)
+    v, v_scale = _stored(rotate(v) if f.rotates_v else v, f.v, f.has_scales, row.v, pool.dtype)
+    both = jnp.concatenate([k, v], axis=-1)
+    if k_scale is None or v_scale is None:
+        return both, None
+    return both, pack_scales(k_scale, v_scale)
 
 
-def quantize_rows(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Quantize along the last axis with one symmetric scale a row: `x ~ elements * scale`.
-
-    Returns:
-      `(elements in dtype, f32 scales without the last axis)`; a row of zeros gets scale 0.
-    """
-    x = x.astype(jnp.float32)
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    scale = jnp.max(jnp.abs(x), axis=-1) / largest
-    x = x / jnp.where(scale > 0, scale, 1.0)[..., None]
-    return (jnp.round(x) if is_integer else x).astype(dtype), scale
+def _stored(
+    x: jax.Array, dtype: jnp.dtype, has_scales: bool, lanes: int, storage: jnp.dtype
+) -> tuple[jax.Array, jax.Array | None]:
+    """[N, KVH, D] as `lanes` lanes of the pool, zero behind them, and scales f32[N, KVH] if any."""
+    scale = None
+    if has_scales:
+        x, scale = quantize_rows(x, dtype)
+    x = pack_int4(x) if dtype == jnp.int4 else to_storage(x, dtype, storage)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - x.shape[-1]))), scale
 
 
 def write_scales(
     scales: jax.Array,
     layer: jax.Array | int,
-    row_scales: jax.Array | None,
+    words: jax.Array | None,
     block: jax.Array,
     slot: jax.Array,
 ) -> jax.Array:
-    """Write the f32[N, KVH, 2] scales of rows to where `write_kv` puts the rows."""
-    head = jnp.arange(scales.shape[2], dtype=jnp.int32)[None, :, None]
-    which = jnp.arange(2, dtype=jnp.int32)[None, None]
-    at = scales.at[layer, block[:, None, None], head, which, slot[:, None, None]]
-    return at.set(row_scales, mode="drop")
+    """Write the u32[N, KVH] words of rows to where `write_kv` puts the rows."""
+    head = jnp.arange(scales.shape[2], dtype=jnp.int32)
+    at = scales.at[layer, block[:, None], head[None], slot[:, None]]
+    return at.set(words, mode="drop")
 
 
 def gather_blocks(pool: jax.Array, scales: Scales, blocks: jax.Array) -> tuple[jax.Array, Scales]:
@@ -125,8 +137,8 @@ def scatter_blocks(
 
     Args:
       blocks: i32[M], all different; an id >= P drops its values (padding).
-      values: [Lg, M, KVH, T, 2 * lanes] in the pool's dtype.
-      scale_values: f32[Lg, M, KVH, 2, T] for quantized pools.
+      values: [Lg, M, KVH, T, width] in the pool's dtype.
+      scale_values: u32[Lg, M, KVH, T] for quantized pools.
     """
 
     def scatter(x: jax.Array, values: jax.Array) -> jax.Array:

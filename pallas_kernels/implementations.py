@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import gpu_attention, tpu_attention
 from pallas_kernels._compat import cannot_simulate_gpu
 from pallas_kernels.batch import RaggedBatch
-from pallas_kernels.blocks import Scales
+from pallas_kernels.kv_format import KVFormat
 
 Implementation = Literal[
     "xla", "mosaic_tpu", "mosaic_tpu_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "reference"
@@ -28,13 +28,12 @@ def choose_implementation(
     implementation: Implementation | None,
     platform: str,
     *,
-    kv_dtype: DTypeLike,
+    kv_format: KVFormat,
     storage: DTypeLike,
-    is_quantized: bool,
     block_size: int,
     num_seqs: int,
     table_width: int,
-    head_lanes: int,
+    head_dim: int,
     group: int,
 ) -> Implementation:
     """The implementation that serves such calls on `platform`: "cpu", "gpu" or "tpu".
@@ -44,7 +43,7 @@ def choose_implementation(
     Args:
       storage: dtype of the pool, see `storage_dtype`.
       num_seqs, table_width: S and B of the block tables.
-      head_lanes: of the pool, see `storage`. group: query heads of a KV head.
+      head_dim: of keys in the pool, padding included. group: query heads of a KV head.
 
     Raises:
       ValueError: an unknown name.
@@ -61,17 +60,16 @@ def choose_implementation(
                 f"implementation {name!r} on platform {platform!r}: it runs on {home.upper()}; "
                 f"'{name}_interpret' simulates it"
             )
-    kv_dtype = jnp.dtype(kv_dtype)
     if kernel in TPU:
         reason = tpu_attention.unsupported(
-            kv_dtype, jnp.dtype(storage), is_quantized, block_size, num_seqs, table_width
+            kv_format, jnp.dtype(storage), block_size, num_seqs, table_width
         )
     else:
-        reason = gpu_attention.unsupported(kv_dtype, is_quantized, block_size, head_lanes, group)
+        reason = gpu_attention.unsupported(kv_format, block_size, head_dim, group)
         if reason is None and kernel == "mosaic_gpu":
             reason = gpu_attention.unsupported_chip()
-            if reason is None and storage != kv_dtype:
-                reason = f"a pool of {kv_dtype} stored as {storage}"
+            if reason is None and storage != kv_format.element:
+                reason = f"a pool of {kv_format} stored as {storage}"
         elif reason is None:
             reason = cannot_simulate_gpu()
     if reason is None:
@@ -87,10 +85,10 @@ def choose_implementation(
 def choose_for(
     implementation: Implementation | None,
     num_heads: int,
+    head_dim: int,
     pool: jax.Array,
-    scales: Scales,
     batch: RaggedBatch,
-    kv_dtype: jnp.dtype,
+    kv_format: KVFormat,
 ) -> Implementation:
     """`choose_implementation` of a call with these arrays."""
     homes = {name: home for home, name in _KERNELS.items()}
@@ -99,12 +97,11 @@ def choose_for(
         implementation,
         # A kernel that is named is compiled for the chip of the mesh, if for any.
         homes.get(implementation or "", jax.default_backend()),
-        kv_dtype=kv_dtype,
+        kv_format=kv_format,
         storage=pool.dtype,
-        is_quantized=scales is not None,
         block_size=pool.shape[3],
         num_seqs=num_seqs,
         table_width=table_width,
-        head_lanes=pool.shape[4] // 2,
+        head_dim=kv_format.split(pool.shape[4], head_dim).head_dim(kv_format.k),
         group=num_heads // pool.shape[2],
     )

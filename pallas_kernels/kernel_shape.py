@@ -4,9 +4,9 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.kv_format import KVFormat, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,9 +14,10 @@ class AttentionShape:
     """Of a call of a kernel.
 
     Attributes:
-      kv_heads: KVH. group: query heads of a KV head. head_dim: D. block_size: T.
+      kv_heads: KVH. group: query heads of a KV head. block_size: T.
+      head_dim: D, of a key in the pool, padding included.
       num_keys: most keys of a sequence, the table's width times T.
-      kv_dtype: of the pool. is_quantized: whether it has scales.
+      kv: what the pool holds. row: lanes of its rows.
     """
 
     kv_heads: int
@@ -24,20 +25,21 @@ class AttentionShape:
     head_dim: int
     block_size: int
     num_keys: int
-    kv_dtype: jnp.dtype
-    is_quantized: bool
+    kv: KVFormat
+    row: Row
 
     @classmethod
     def of(
         cls,
         num_heads: int,
+        head_dim: int,
         pool: jax.Array,
-        kv_dtype: jnp.dtype,
-        scales: jax.Array | None,
+        kv: KVFormat,
         batch: RaggedBatch,
     ) -> Self:
-        """Of a call with these arrays; a head has as many lanes as in the pool."""
-        _, _, kv_heads, block_size, both = pool.shape
+        """Of a call with these arrays, and queries of `head_dim`."""
+        _, _, kv_heads, block_size, width = pool.shape
         num_keys = batch.block_tables.shape[1] * block_size
-        group = num_heads // kv_heads
-        return cls(kv_heads, group, both // 2, block_size, num_keys, kv_dtype, scales is not None)
+        row = kv.split(width, head_dim)
+        padded = row.head_dim(kv.k)
+        return cls(kv_heads, num_heads // kv_heads, padded, block_size, num_keys, kv, row)

@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
-_TPU_LANES = 128
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
@@ -21,17 +20,6 @@ def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
     dtype = jnp.dtype(dtype)
     narrow_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.dtype(_BITS[dtype.itemsize]) if platform == "cpu" and narrow_float else dtype
-
-
-def head_lanes(head_dim: int, platform: str) -> int:
-    """Lanes that a pool on `platform` has for K, and for V, of a head; zero from `head_dim` on.
-
-    TPU memory comes in tiles of 128 lanes, so that a row of K and V that is no multiple of them
-    takes the next one anyway. Left to itself, XLA would lay the pool out in another way, and copy
-    it for every kernel.
-    """
-    half = _TPU_LANES // 2
-    return -(-head_dim // half) * half if platform == "tpu" else head_dim
 
 
 def to_storage(x: jax.Array, dtype: DTypeLike, storage: DTypeLike) -> jax.Array:

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.quantization import k_scales, unpack_int4, v_scales
 from pallas_kernels.storage import from_storage
 
 _NEG_INF = -1e30  # finite: a row without keys gives exp(0) * 0, never NaN
@@ -43,7 +45,7 @@ class _Call(NamedTuple):
     pool: jax.Array
     scales: jax.Array | None
     layer: jax.Array | int
-    kv_dtype: jnp.dtype
+    kv_format: KVFormat
     sm_scale: float
     soft_cap: float | None
     window: jax.Array | int
@@ -52,8 +54,8 @@ class _Call(NamedTuple):
     @property
     def compute_dtype(self) -> jnp.dtype:
         """dtype of the operands of both products; sums are float32."""
-        half = self.kv_dtype in (jnp.bfloat16, jnp.float16)
-        return self.kv_dtype if half else jnp.dtype(jnp.float32)
+        dtype = self.kv_format.k
+        return dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
 
     def dot(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         dtype = self.compute_dtype
@@ -73,7 +75,7 @@ def xla_attention(
     layer: jax.Array | int,
     batch: RaggedBatch,
     *,
-    kv_dtype: jnp.dtype,
+    kv_format: KVFormat,
     sm_scale: float,
     soft_cap: float | None,
     window: jax.Array | int,
@@ -81,7 +83,7 @@ def xla_attention(
     batch_invariant: bool = False,
 ) -> jax.Array:
     """`paged_attention` (see `attention`) without a kernel; returns f32[N, H, D]."""
-    call = _Call(pool, scales, layer, jnp.dtype(kv_dtype), sm_scale, soft_cap, window, sinks)
+    call = _Call(pool, scales, layer, kv_format, sm_scale, soft_cap, window, sinks)
     attend = _one_tile_shape if batch_invariant else _tiles_by_length
     return attend(call, q.astype(jnp.float32), batch)
 
@@ -215,12 +217,12 @@ def _attend_tile(
         written = (key >= first_key) & (key < end)
         blocks = lax.dynamic_slice_in_dim(table, i * pages, pages)
         k, v = _load(call, blocks, written, head_dim)
-        k_scales, v_scales = _load_scales(call, blocks, written)
+        k_scale, v_scale = _load_scales(call, blocks, written)
         distance = row_position[:, None] - key[None]
         visible = (distance >= 0) & (distance < call.window) & written[None]
         s = call.dot("hrd,hkd->hrk", q, k)
-        if k_scales is not None:
-            s = s * k_scales[:, None]
+        if k_scale is not None:
+            s = s * k_scale[:, None]
         if call.soft_cap is not None:
             s = call.soft_cap * jnp.tanh(s / call.soft_cap)
         s = jnp.where(visible, s, _NEG_INF)
@@ -228,8 +230,8 @@ def _attend_tile(
         shrink = jnp.exp(top - new_top)
         p = jnp.where(visible, jnp.exp(s - new_top[..., None]), 0.0)
         total = total * shrink + p.sum(-1)
-        if v_scales is not None:
-            p = p * v_scales[:, None]
+        if v_scale is not None:
+            p = p * v_scale[:, None]
         return acc * shrink[..., None] + call.dot("hrk,hkd->hrd", p, v), new_top, total
 
     if call.sinks is None:
@@ -253,10 +255,20 @@ def _load(
     and 0 * NaN is NaN. K needs no mask, as its scores are replaced.
     """
     kv_heads, block_size, width = call.pool.shape[2:]
-    kv = from_storage(call.pool[call.layer, blocks], call.kv_dtype)
-    kv = kv.transpose(1, 0, 2, 3).reshape(kv_heads, len(blocks) * block_size, width)
-    k, v = kv[..., :head_dim], kv[..., width // 2 : width // 2 + head_dim]
+    form = call.kv_format
+    kv = call.pool[call.layer, blocks].transpose(1, 0, 2, 3)
+    kv = kv.reshape(kv_heads, len(blocks) * block_size, width)
+    row = form.split(width, head_dim)
+    k = _elements(kv[..., : row.k], form.k, head_dim)
+    v = _elements(kv[..., row.k :], form.v, head_dim)
     return k, jnp.where(written[None, :, None], v, jnp.zeros((), v.dtype))
+
+
+def _elements(lanes: jax.Array, dtype: jnp.dtype, head_dim: int) -> jax.Array:
+    """[..., D] from the lanes of a pool, whatever lies behind them."""
+    if dtype == jnp.int4:
+        return unpack_int4(lanes[..., : head_dim // 2])
+    return from_storage(lanes[..., :head_dim], dtype)
 
 
 def _load_scales(
@@ -265,9 +277,9 @@ def _load_scales(
     """Scales of K and V, f32[KVH, keys] each; V's are zero where V is."""
     if call.scales is None:
         return None, None
-    scales = call.scales[call.layer, blocks]  # [pages, KVH, 2, T]
-    k, v = scales.transpose(2, 1, 0, 3).reshape(2, scales.shape[1], -1)
-    return k, jnp.where(written[None], v, 0.0)
+    words = call.scales[call.layer, blocks].transpose(1, 0, 2)  # [KVH, pages, T]
+    words = words.reshape(words.shape[0], -1)
+    return k_scales(words), jnp.where(written[None], v_scales(words), 0.0)
 
 
 def _pages_per_step(call: _Call, tables: jax.Array, keys: int) -> tuple[int, jax.Array]:

@@ -20,6 +20,7 @@ from pallas_kernels import NO_WINDOW, GpuTiles, GpuTileSizes
 from pallas_kernels._compat import JAX_VERSION, gpu_simulator
 from pallas_kernels.gpu_attention import gpu_attention
 from pallas_kernels.gpu_tiles import GpuShape
+from pallas_kernels.kv_format import KVFormat, plain_format
 from tests.pallas_kernels import ragged_cases
 from tests.pallas_kernels.ragged_cases import LAYER, Case
 
@@ -47,26 +48,26 @@ class Setup(ragged_cases.Setup):
     """All that a compiled program depends on; sizes of the kernel's pieces are made small."""
 
     head_dim: int = 64
-    lanes: int = 64
+    platform: str = "gpu"
     block_size: int = 16
-    kv_dtype: str = "bfloat16"
+    kv: KVFormat = dataclasses.field(default_factory=lambda: plain_format("bfloat16"))
     num_rows: int = 136
     tiles: GpuTiles | None = dataclasses.field(default_factory=small_tiles)
 
     @property
     def compute(self) -> str:
-        return "bfloat16" if self.kv_dtype in ("bfloat16", "int8") else "float16"
+        return "bfloat16" if self.kv.k in (jnp.bfloat16, jnp.int8) else "float16"
 
     @property
     def shape(self) -> GpuShape:
         return GpuShape(
             self.kv_heads,
             self.num_heads // self.kv_heads,
-            self.lanes,
+            self.row.head_dim(self.kv.k),
             self.block_size,
             self.table_width * self.block_size,
-            self.dtype,
-            self.is_quantized,
+            self.kv,
+            self.row,
         )
 
     def scaled(self, q: np.ndarray) -> np.ndarray:
@@ -123,6 +124,7 @@ def call(setup: Setup, q, pool, scales, layer, batch, window):
         scales,
         layer,
         batch,
+        kv_format=setup.kv,
         sm_scale=setup.head_dim**-0.5,
         soft_cap=setup.soft_cap,
         window=window,

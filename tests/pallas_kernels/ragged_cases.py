@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import RaggedBatch
+from pallas_kernels.kv_format import KVFormat, Row, plain_format
 from pallas_kernels.reference import reference_attention
 
 Lengths = list[tuple[int, int]]  # of each sequence: tokens of this step, tokens of the context
@@ -15,15 +16,17 @@ NUM_SEQS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a batch's arrays depend on; a kernel's own adds all that its program depends on."""
+    """What a batch's arrays depend on; a kernel's own adds all that its program depends on.
+
+    `kv` is never rotated: kernels get their queries rotated, and do not know of it.
+    """
 
     num_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    lanes: int = 16
+    platform: str = "cpu"  # whose rows the pool has
     block_size: int = 8
-    kv_dtype: str = "float32"
-    is_quantized: bool = False
+    kv: KVFormat = dataclasses.field(default_factory=lambda: plain_format("float32"))
     soft_cap: float | None = None
     with_sinks: bool = False
     batch_invariant: bool = False
@@ -32,8 +35,8 @@ class Setup:
     num_blocks: int = 40
 
     @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.kv_dtype)
+    def row(self) -> Row:
+        return self.kv.row(self.head_dim, self.platform)
 
     @property
     def sinks(self) -> np.ndarray | None:
@@ -49,9 +52,9 @@ class Case:
     """A batch of `setup`'s shapes.
 
     Attributes:
-      q: f32[N, H, D]. new: [N, KVH, 2 * lanes].
-      before, after: [Lg, P, KVH, T, 2 * lanes], the pool without and with this step's rows.
-      scales: f32[Lg, P, KVH, 2, T], this step's already written; or None.
+      q: f32[N, H, D]. new: [N, KVH, width].
+      before, after: [Lg, P, KVH, T, width], the pool without and with this step's rows.
+      scales: u32[Lg, P, KVH, T], this step's already written; or None.
     """
 
     setup: Setup
@@ -79,11 +82,12 @@ class Case:
         """f64[rows, H, D] from the queries and values that the kernel multiplies."""
         return reference_attention(
             self.setup.scaled(self.q),
-            self.after.astype(np.float32),
+            self.after,
             LAYER,
             self.query_start,
             self.context_lens,
             self.block_tables,
+            kv_format=self.setup.kv,
             scales=self.scales,
             sm_scale=1.0,
             soft_cap=self.setup.soft_cap,
@@ -107,13 +111,13 @@ def make_case(setup: Setup, seed: int, lengths: Lengths, window: int | None = No
     rng = np.random.default_rng(seed)
     size = setup.block_size
     tables = _tables(rng, setup, lengths, window)
-    pool_shape = (NUM_LAYERS, setup.num_blocks, setup.kv_heads, size, 2 * setup.lanes)
+    pool_shape = (NUM_LAYERS, setup.num_blocks, setup.kv_heads, size, setup.row.width)
     before, after = (_poison(rng, pool_shape, setup) for _ in range(2))
     after[:] = before
-    new = _poison(rng, (setup.num_rows, setup.kv_heads, 2 * setup.lanes), setup)
+    new = _poison(rng, (setup.num_rows, setup.kv_heads, setup.row.width), setup)
     scales = None
-    if setup.is_quantized:
-        scales = np.full((*pool_shape[:3], 2, size), np.nan, np.float32)
+    if setup.kv.has_scales:
+        scales = np.full(pool_shape[:4], 0x7FC07FC0, np.uint32)  # both of them NaN
     row = 0
     for s, (query, context) in enumerate(lengths):
         for position in range(context):
@@ -123,8 +127,7 @@ def make_case(setup: Setup, seed: int, lengths: Lengths, window: int | None = No
             values = _values(rng, setup)
             after[LAYER, block, :, slot] = values
             if scales is not None:
-                scales[LAYER, block, :, :, slot] = rng.uniform(0.5, 2, (setup.kv_heads, 2))
-                scales[LAYER, block, :, :, slot] *= 0.01 if setup.kv_dtype == "int8" else 1.0
+                scales[LAYER, block, :, slot] = _scale_words(rng, setup)
             if position < context - query:
                 before[LAYER, block, :, slot] = values
             else:
@@ -208,26 +211,38 @@ def _tables(
 
 
 def _poison(rng: np.random.Generator, shape: tuple[int, ...], setup: Setup) -> np.ndarray:
-    """NaNs of random patterns; of int8, which has none, random numbers (their scales are NaN)."""
-    if setup.kv_dtype == "int8":
-        return rng.integers(-127, 128, shape, np.int8)
-    base = bits(np.full((), np.nan, setup.dtype))
-    sign = np.array(1 << (8 * setup.dtype.itemsize - 1), base.dtype)
+    """NaNs of random patterns; of integers, which have none, random ones (their scales are NaN)."""
+    dtype = setup.kv.element
+    if jnp.issubdtype(dtype, jnp.integer):
+        return rng.integers(0, 256, shape, np.uint8).view(dtype)
+    base = bits(np.full((), np.nan, dtype))
+    sign = np.array(1 << (8 * dtype.itemsize - 1), base.dtype)
     # On CPU, a bfloat16 that is moved keeps the sign of a NaN, but not the rest of its pattern.
-    payload = rng.integers(0, 8, shape).astype(base.dtype) if setup.dtype.itemsize == 4 else 0
-    return (
-        (base | payload | np.where(rng.random(shape) < 0.5, sign, 0))
-        .astype(base.dtype)
-        .view(setup.dtype)
-    )
+    payload = rng.integers(0, 8, shape).astype(base.dtype) if dtype.itemsize == 4 else 0
+    flipped = np.where(rng.random(shape) < 0.5, sign, 0)
+    return (base | payload | flipped).astype(base.dtype).view(dtype)
 
 
 def _values(rng: np.random.Generator, setup: Setup) -> np.ndarray:
-    """[KVH, 2 * lanes], K and V of a token, zero from D on."""
-    shape = (setup.kv_heads, 2, setup.lanes)
-    if setup.kv_dtype == "int8":
-        values = rng.integers(-127, 128, shape).astype(np.int8)
-    else:
-        values = rng.standard_normal(shape).astype(np.float32).astype(setup.dtype)
-    values[..., setup.head_dim :] = 0
-    return values.reshape(setup.kv_heads, 2 * setup.lanes)
+    """[KVH, width], K and V of a token, zero behind what D elements take."""
+    form, row = setup.kv, setup.row
+    values = np.zeros((setup.kv_heads, row.width), form.element)
+    for first, dtype in ((0, form.k), (row.k, form.v)):
+        lanes = form.lanes(dtype, setup.head_dim)
+        shape = (setup.kv_heads, lanes)
+        if jnp.issubdtype(form.element, jnp.integer):
+            elements = rng.integers(0, 256, shape, np.uint8).view(form.element)
+        else:
+            elements = rng.standard_normal(shape).astype(np.float32).astype(form.element)
+        values[:, first : first + lanes] = elements
+    return values
+
+
+def _scale_words(rng: np.random.Generator, setup: Setup) -> np.ndarray:
+    """u32[KVH]: scales with which a row's numbers are about 1."""
+    words = np.zeros(setup.kv_heads, np.uint32)
+    for dtype, shift in ((setup.kv.k, 16), (setup.kv.v, 0)):
+        unit = {"int8": 0.01, "int4": 0.2}.get(dtype.name, 1.0)
+        scale = (rng.uniform(0.5, 2, setup.kv_heads) * unit).astype(np.float32)
+        words |= scale.view(np.uint32) >> np.uint32(16) << np.uint32(shift)
+    return words

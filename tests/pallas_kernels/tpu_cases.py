@@ -36,23 +36,24 @@ SIMULATED: dict[str, Any] = {
 class Setup(ragged_cases.Setup):
     """All that a compiled program depends on; sizes of the kernel's pieces are made small."""
 
+    platform: str = "tpu"
     tiles: TpuTiles | None = SMALL_TILES
     writes: bool = True
 
     @property
     def compute(self) -> str:
-        return "float32" if self.kv_dtype == "float32" else "bfloat16"
+        return "float32" if self.kv.k == jnp.float32 else "bfloat16"
 
     @property
     def shape(self) -> KernelShape:
         return KernelShape(
             self.kv_heads,
             self.num_heads // self.kv_heads,
-            self.lanes,
+            self.row.head_dim(self.kv.k),
             self.block_size,
             self.table_width * self.block_size,
-            self.dtype,
-            self.is_quantized,
+            self.kv,
+            self.row,
         )
 
     def scaled(self, q: np.ndarray) -> np.ndarray:
@@ -99,6 +100,7 @@ def call(setup: Setup, mode: str, q, new, pool, scales, layer, batch, window):
         scales,
         layer,
         batch,
+        kv_format=setup.kv,
         sm_scale=setup.head_dim**-0.5,
         soft_cap=setup.soft_cap,
         window=window,
