@@ -25,9 +25,9 @@ from pagedjax.models.linear import linear
 from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
     Implementation,
+    KVFormat,
     Layout,
     RaggedBatch,
-    head_lanes,
     paged_attention_and_write,
     plan_attention,
     slot_mapping,
@@ -47,9 +47,9 @@ class KVCache:
     """The pool of all layers.
 
     Attributes:
-      pool: [Lg, P, KVH, T, 2 * lanes] as stored (see `head_lanes`).
-      scales: None for unquantized pools.
-      dtype: what the pool's elements mean.
+      pool: [Lg, P, KVH, T, width] as stored (see `KVFormat`).
+      scales: u32[Lg, P, KVH, T] of quantized pools.
+      kv_format: what they mean.
       implementation: which attention kernel reads it; None picks one.
       batch_invariant: a token's bits depend on its own sequence alone (see `paged_attention`),
         among steps of one shape; N must be a multiple of `INVARIANT_ROWS`.
@@ -57,7 +57,7 @@ class KVCache:
 
     pool: jax.Array
     scales: jax.Array | None
-    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    kv_format: KVFormat = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -144,7 +144,7 @@ class Block(nnx.Module):
             sm_scale=c.attn_scale,
             soft_cap=c.attn_soft_cap,
             window=info.window,
-            kv_dtype=cache.dtype,
+            kv_dtype=cache.kv_format,
             implementation=cache.implementation,
             batch_invariant=cache.batch_invariant,
         )
@@ -220,9 +220,10 @@ class Decoder(nnx.Module):
             step.of_group(0),
             len(token_ids),
             c.num_heads,
+            c.head_dim,
             cache.pool,
             cache.scales,
-            kv_dtype=cache.dtype,
+            kv_dtype=cache.kv_format,
             implementation=cache.implementation,
             batch_invariant=cache.batch_invariant,
         )
@@ -253,8 +254,8 @@ class Decoder(nnx.Module):
         chex.assert_equal_shape([token_ids, step.positions])
         chex.assert_shape(step.query_start, (num_seqs + 1,))
         chex.assert_shape(step.block_tables, (c.kv_layout.num_groups, num_seqs, None))
-        both = {2 * c.head_dim, 2 * head_lanes(c.head_dim, "tpu")}
-        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, both)
+        rows = {cache.kv_format.row(c.head_dim, platform).width for platform in ("cpu", "tpu")}
+        pool = (c.kv_layout.layers_per_group, None, c.num_kv_heads, None, rows)
         chex.assert_shape(cache.pool, pool)
         if cache.batch_invariant:
             chex.assert_is_divisible(len(token_ids), INVARIANT_ROWS)

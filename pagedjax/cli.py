@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from pagedjax.compile_log import Compilation
-from pagedjax.config import Dtype, EngineConfig
+from pagedjax.config import Dtype, EngineConfig, KVCacheDtype
 from pagedjax.demo import GEMMA_3_270M, user_cache_dir
 from pagedjax.errors import PagedJaxError
 from pagedjax.host_memory import keep_freed_memory
@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=None, help="of the random stream; none: drawn per prompt")
     add("--ignore-eos", action="store_true", help="go on behind an end-of-sequence token")
     add("--dtype", choices=get_args(Dtype), default="auto", help="of weights and products")
+    add(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default="auto",
+        help="of the KV pool; auto is that of the weights",
+    )
     add("--max-model-len", type=int, default=4096, help="most tokens, prompt and output")
     add("--cache-dir", type=Path, default=user_cache_dir() / "models", help="converted checkpoints")
     add("--no-cache", action="store_true", help="do not keep the converted checkpoint")
@@ -67,11 +73,13 @@ def _generate(args: argparse.Namespace) -> int:
     )
     config = EngineConfig(
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=min(32, len(args.prompts)),
         cache_dir=None if args.no_cache else args.cache_dir,
     )
     llm = LLM(args.model, config)
+    print(f"[KV cache: {llm.engine.pool_size}]", file=sys.stderr)
     llm.engine.compiles.on_compile = _print_compilation
     outputs = _stream(llm, args.prompts, params)
     for output in outputs:

@@ -10,6 +10,8 @@ from pagedjax.preemption import PreemptionMode
 from pallas_kernels import Implementation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4", "k8v4"]
+"""Of the KV pool. All but the floats of 16 and 32 bits have a scale for each token and KV head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +20,11 @@ class EngineConfig:
 
     Attributes:
       dtype: of weights and matrix products; "auto" takes the checkpoint's.
-      kv_cache_dtype: of the pool; "auto" takes `dtype`.
-      block_size: tokens a block; None takes 16, and on TPU at least 64 (see `default_block_size`).
+      kv_cache_dtype: of the pool; "auto" takes `dtype`. "fp8" (e4m3) and "int8" take about half of
+        bfloat16's memory, "k8v4" (int8 keys, int4 values) three eighths, "int4" a quarter, which
+        costs quality: see `scripts/report_kv_quality.py`.
+      block_size: tokens a block; None takes 16, and on TPU at least 64, or 128 for a quantized pool
+        (see `default_block_size`).
       num_blocks: physical blocks of the pool, the null block included; None sizes the pool from
         free memory (`memory_utilization` of an accelerator's memory, at most 4 GiB on CPU).
       max_model_len: most tokens of a request, prompt and output; None takes the model's maximum.
@@ -61,7 +66,7 @@ class EngineConfig:
     """
 
     dtype: Dtype = "auto"
-    kv_cache_dtype: Dtype = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -103,8 +108,8 @@ class EngineConfig:
         self._require("logits_processors", known, "a tuple of functions")
         self._require("seed", self.seed >= 0, "at least 0")
         self._require("memory_utilization", 0 < self.memory_utilization <= 1, "in (0, 1]")
-        for name in ("dtype", "kv_cache_dtype"):
-            self._require(name, getattr(self, name) in get_args(Dtype), f"one of {get_args(Dtype)}")
+        for name, names in (("dtype", get_args(Dtype)), ("kv_cache_dtype", get_args(KVCacheDtype))):
+            self._require(name, getattr(self, name) in names, f"one of {names}")
         for name in ("swap_space_bytes", "host_cache_bytes"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         modes = get_args(PreemptionMode)

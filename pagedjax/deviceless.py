@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pagedjax.batch import Batch, build_batch
 from pagedjax.errors import CompilerNotInstalledError
 from pagedjax.hlo_text import Program
+from pagedjax.memory import pool_format
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
 from pagedjax.models.layout import param_formats
@@ -181,21 +181,23 @@ def abstract_step(
     num_blocks: int,
     platform: str,
     attention: Implementation | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[Params, EngineState, Batch]:
     """What `pagedjax.step.step` takes: shapes of parameters and state, and a batch of padding.
 
     Args:
       num_tokens: rows of the batch, for `limits.max_num_seqs` sequences.
-      num_blocks: of the pool, which has the model's dtype.
+      num_blocks: of the pool.
       platform: backend they are for, which decides how values are stored.
       attention: kernel to use; None picks one.
+      kv_cache_dtype: as in `EngineConfig`.
     """
     state = jax.eval_shape(
         lambda: init_state(
             model,
             limits,
             num_blocks=num_blocks,
-            kv_dtype=jnp.dtype(model.dtype),
+            kv_format=pool_format(kv_cache_dtype, model),
             platform=platform,
             attention=attention,
         )

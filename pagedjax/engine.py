@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import logging
 import time
 from collections import deque
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from pagedjax.bad_words import bad_word_ids
@@ -20,7 +20,7 @@ from pagedjax.compilation_cache import enable_compilation_cache
 from pagedjax.compile_log import CompileLog
 from pagedjax.config import EngineConfig
 from pagedjax.errors import ConfigError, InvalidRequestError
-from pagedjax.memory import block_bytes, default_block_size, default_num_blocks
+from pagedjax.memory import default_block_size, pool_format, size_pool
 from pagedjax.metrics import EngineMetrics, EngineSnapshot
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, check_same_shapes
@@ -40,6 +40,9 @@ from pagedjax.self_check import working_attention
 from pagedjax.step import StepOutput
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
+from pallas_kernels import KVFormat
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,9 @@ class LLMEngine:
       tokenizer: for text prompts and text output; None works on token ids alone.
       config: settings.
 
+    Attributes:
+      pool_size: how much the KV pool holds; logged, too.
+
     Raises:
       ConfigError: the settings do not fit the model or the memory.
       KernelCheckError: the attention kernel that `config` names fails on this device.
@@ -79,41 +85,35 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
         device = jax.devices()[0]
-        self.limits = _limits(model, config, device.platform)
+        kv_format = pool_format(config.kv_cache_dtype, model)
+        self.limits = _limits(model, config, kv_format, device.platform)
         if config.compilation_cache:
             enable_compilation_cache()
-        kv_dtype = jnp.dtype(
-            model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        )
-        chosen = choose_attention(config.attention, model, self.limits, kv_dtype, device.platform)
+        chosen = choose_attention(config.attention, model, self.limits, kv_format, device.platform)
         # Before the pool takes the memory.
         attention = working_attention(
             config.attention,
             chosen,
             model,
             block_size=self.limits.block_size,
-            kv_dtype=kv_dtype,
+            kv_format=kv_format,
             device=device,
             batch_invariant=config.deterministic,
         )
-        num_blocks = config.num_blocks or default_num_blocks(
-            model,
-            self.limits,
-            kv_dtype,
-            device.memory_stats(),
-            config.memory_utilization,
-            device.platform,
+        self.pool_size = size_pool(
+            model, self.limits, kv_format, device, config.num_blocks, config.memory_utilization
         )
+        _log.info("KV cache: %s", self.pool_size)
+        num_blocks, size = 1 + self.pool_size.num_blocks, self.pool_size.block_bytes
         state = init_state(
             model,
             self.limits,
             num_blocks=num_blocks,
-            kv_dtype=kv_dtype,
+            kv_format=kv_format,
             platform=device.platform,
             attention=attention,
             batch_invariant=config.deterministic,
         )
-        size = block_bytes(model, self.limits.block_size, kv_dtype, device.platform)
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
         # Committed to the device as every step's result is: a difference would compile twice.
         here = SingleDeviceSharding(device)
@@ -355,7 +355,9 @@ class LLMEngine:
         return ()
 
 
-def _limits(model: DecoderConfig, config: EngineConfig, platform: str) -> SchedulerConfig:
+def _limits(
+    model: DecoderConfig, config: EngineConfig, kv_format: KVFormat, platform: str
+) -> SchedulerConfig:
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
@@ -366,7 +368,7 @@ def _limits(model: DecoderConfig, config: EngineConfig, platform: str) -> Schedu
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size
-        or default_block_size(platform, config.max_num_seqs, max_model_len),
+        or default_block_size(platform, kv_format, config.max_num_seqs, max_model_len),
         windows=model.kv_layout.windows,
         offload_evicted=config.host_cache_bytes > 0,
         num_decode_steps=config.num_decode_steps,

@@ -1,19 +1,21 @@
 """Moving blocks between the device's pool and host memory, and copying them on the device.
 
-    pool[Lg, P, KVH, T, 2 * D]  -- gather -->  [M, Lg, KVH, T, 2 * D]  -- link -->  host[H, Lg, ...]
+    pool[Lg, P, KVH, T, width]  -- gather -->  [M, Lg, KVH, T, width]  -- link -->  host[H, Lg, ...]
                                 <- scatter --                          <-- link --
 
-A call moves one of a few fixed numbers M of blocks, padded, so that few programs are compiled. On
-the way out the device gathers and sends while it goes on computing; the host takes delivery when
-somebody reads the block, or when too many bytes are on their way. What a call reads from the pool
-is what the pool held when it was called: JAX runs programs in the order in which they were
-dispatched, also before one that is given the pool to overwrite.
+and the scales of quantized pools beside it, in arrays of their own. A call moves one of a few fixed
+numbers M of blocks, padded, so that few programs are compiled. On the way out the device gathers
+and sends while it goes on computing; the host takes delivery when somebody reads the block, or when
+too many bytes are on their way. What a call reads from the pool is what the pool held when it was
+called: JAX runs programs in the order in which they were dispatched, also before one that is given
+the pool to overwrite.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,11 +33,22 @@ _NULL = 0  # pads what is read; its contents go nowhere
 _ROUND_TRIPS = 5
 
 
+class Blocks(NamedTuple):
+    """Contents of M blocks: rows [M, Lg, KVH, T, width], scales u32[M, Lg, KVH, T] or None."""
+
+    rows: Any
+    scales: Any
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """Blocks on their way out: `values[i]`, [M, Lg, KVH, T, 2 * D], goes to `host_blocks[i]`."""
+    """Blocks on their way out: the i-th of `values` goes to `host_blocks[i]`."""
 
-    values: jax.Array
+    values: Blocks
     host_blocks: list[int]
 
 
@@ -50,17 +63,12 @@ class HostBlocks:
       num_blocks: of host memory, the unused block 0 included (as in `BlockPool`); below 2 there are
         none. Memory is committed as blocks are first written.
       max_copies: the most pairs that `copy` takes.
-
-    Raises:
-      NotImplementedError: a quantized pool.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, max_copies: int):
-        if cache.scales is not None:  # they would travel with their blocks, in a second array
-            raise NotImplementedError("blocks of quantized pools cannot move to the host yet")
-        layers, self._nowhere, *block = cache.pool.shape  # a target >= P is dropped
-        self._contents = np.empty((num_blocks, layers, *block), cache.pool.dtype)
-        block_bytes = cache.pool.nbytes // self._nowhere
+        self._nowhere = cache.pool.shape[1]  # a target >= P is dropped
+        self._contents = _empty(cache, num_blocks)
+        block_bytes = self._contents.nbytes // num_blocks
         self._sizes = [n for n in _SIZES if n == _SIZES[0] or n * block_bytes <= _CALL_BYTES]
         self._copy_sizes = [*(n for n in _SIZES if n < max_copies), max_copies]
         self._pending: list[_Transfer] = []  # oldest first
@@ -73,7 +81,8 @@ class HostBlocks:
         """
         for size, part in self._calls(pairs):
             values = _gather(cache, _padded([device for device, _ in part], size, _NULL))
-            values.copy_to_host_async()
+            for x in jax.tree.leaves(values):
+                x.copy_to_host_async()
             self._pending.append(_Transfer(values, [host for _, host in part]))
             while sum(transfer.values.nbytes for transfer in self._pending) > _PENDING_BYTES:
                 self._take_delivery(1)
@@ -89,7 +98,8 @@ class HostBlocks:
         )
         self._take_delivery(max(awaited, default=0))
         for size, part in self._calls(pairs):
-            values = self._contents[_padded([host for host, _ in part], size, _NULL)]
+            sources = _padded([host for host, _ in part], size, _NULL)
+            values = jax.tree.map(lambda x, rows=sources: x[rows], self._contents)
             targets = _padded([device for _, device in part], size, self._nowhere)
             cache = _scatter(cache, targets, values)
         return cache
@@ -117,7 +127,7 @@ class HostBlocks:
         """
         if self._link_bytes_per_s is None:
             sources = np.full(self._sizes[-1], _NULL, np.int32)
-            here = np.empty((len(sources), *self._contents.shape[1:]), self._contents.dtype)
+            here = _empty(cache, len(sources))
             seconds = [_round_trip(_gather(cache, sources), here) for _ in range(_ROUND_TRIPS)]
             self._link_bytes_per_s = 2 * here.nbytes / min(seconds)
         return self._link_bytes_per_s
@@ -126,7 +136,7 @@ class HostBlocks:
         """Compile everything, on padding: no block of the pool changes; `cache` is donated."""
         for size in self._copy_sizes:
             cache = self.copy(cache, [(_NULL, self._nowhere)] * size)
-        if len(self._contents) > 1:
+        if len(self._contents.rows) > 1:
             for size in self._sizes:
                 self.swap_out(cache, [(_NULL, _NULL)] * size)
                 cache = self.swap_in(cache, [(_NULL, self._nowhere)] * size)
@@ -144,19 +154,39 @@ class HostBlocks:
         """Wait for the `count` oldest transfers and keep what they bring."""
         for transfer in self._pending[:count]:
             blocks = transfer.host_blocks
-            self._contents[blocks] = np.asarray(transfer.values)[: len(blocks)]
+            jax.tree.map(
+                lambda x, values, blocks=blocks: _put(x, blocks, values),
+                self._contents,
+                transfer.values,
+            )
         del self._pending[:count]
 
 
+def _empty(cache: KVCache, num_blocks: int) -> Blocks:
+    """Host memory for so many blocks of the pool."""
+
+    def empty(x: jax.Array) -> np.ndarray:
+        layers, _, *block = x.shape
+        return np.empty((num_blocks, layers, *block), x.dtype)
+
+    return jax.tree.map(empty, Blocks(cache.pool, cache.scales))
+
+
+def _put(contents: np.ndarray, blocks: list[int], values: jax.Array) -> None:
+    contents[blocks] = np.asarray(values)[: len(blocks)]
+
+
 @jax.jit
-def _gather(cache: KVCache, blocks: jax.Array) -> jax.Array:
-    """i32[M] -> [M, Lg, KVH, T, 2 * D], so that a block is contiguous on the host."""
-    return gather_blocks(cache.pool, cache.scales, blocks)[0].swapaxes(0, 1)
+def _gather(cache: KVCache, blocks: jax.Array) -> Blocks:
+    """i32[M] blocks, block after block, so that each is contiguous on the host."""
+    found = Blocks(*gather_blocks(cache.pool, cache.scales, blocks))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _scatter(cache: KVCache, blocks: jax.Array, values: jax.Array) -> KVCache:
-    pool, scales = scatter_blocks(cache.pool, cache.scales, blocks, values.swapaxes(0, 1))
+def _scatter(cache: KVCache, blocks: jax.Array, values: Blocks) -> KVCache:
+    rows, scale_words = jax.tree.map(lambda x: x.swapaxes(0, 1), values)
+    pool, scales = scatter_blocks(cache.pool, cache.scales, blocks, rows, scale_words)
     return dataclasses.replace(cache, pool=pool, scales=scales)
 
 
@@ -171,10 +201,14 @@ def _padded(blocks: list[int], size: int, padding: int) -> np.ndarray:
     return np.array(blocks + [padding] * (size - len(blocks)), np.int32)
 
 
-def _round_trip(values: jax.Array, here: np.ndarray) -> float:
+def _round_trip(values: Blocks, here: Blocks) -> float:
     """Seconds that `values` take from the device to `here` and back."""
     jax.block_until_ready(values)
     start = time.perf_counter()
-    here[...] = np.asarray(values)
-    jax.block_until_ready(jax.device_put(here.copy(), values.sharding))
+    jax.tree.map(lambda x, y: np.copyto(x, np.asarray(y)), here, values)
+    back = [
+        jax.device_put(x.copy(), y.sharding)
+        for x, y in zip(jax.tree.leaves(here), jax.tree.leaves(values), strict=True)
+    ]
+    jax.block_until_ready(back)
     return time.perf_counter() - start

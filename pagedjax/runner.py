@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pagedjax.batch import Batch, build_batch, stop_input
 from pagedjax.buckets import Buckets
@@ -24,7 +23,7 @@ from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.slot_start import empty_slots, slot_start
 from pagedjax.step import EngineState, StepOutput, step
-from pallas_kernels import Implementation, choose_implementation, head_lanes, storage_dtype
+from pallas_kernels import Implementation, KVFormat, choose_implementation, storage_dtype
 
 MAX_PROCESSORS = 16
 
@@ -38,7 +37,7 @@ def choose_attention(
     wanted: Implementation | None,
     model: DecoderConfig,
     limits: SchedulerConfig,
-    kv_dtype: np.dtype,
+    kv_format: KVFormat,
     platform: str,
 ) -> Implementation:
     """The kernel that reads the pool; None wants the best for the platform.
@@ -50,13 +49,12 @@ def choose_attention(
         return choose_implementation(
             wanted,
             platform,
-            kv_dtype=kv_dtype,
-            storage=storage_dtype(kv_dtype, platform),
-            is_quantized=False,
+            kv_format=kv_format,
+            storage=storage_dtype(kv_format.element, platform),
             block_size=limits.block_size,
             num_seqs=limits.max_num_seqs,
             table_width=limits.table_width,
-            head_lanes=head_lanes(model.head_dim, platform),
+            head_dim=kv_format.row(model.head_dim, platform).head_dim(kv_format.k),
             group=model.num_heads // model.num_kv_heads,
         )
     except NotImplementedError as error:
@@ -68,15 +66,16 @@ def init_state(
     limits: SchedulerConfig,
     *,
     num_blocks: int,
-    kv_dtype: np.dtype,
+    kv_format: KVFormat,
     platform: str,
     attention: Implementation | None = None,
     batch_invariant: bool = False,
 ) -> EngineState:
     """An empty pool of `num_blocks` blocks, all zero, and empty slots."""
-    shape = pool_shape(model, limits.block_size, num_blocks, platform)
-    pool = jnp.zeros(shape, storage_dtype(kv_dtype, platform))
-    cache = KVCache(pool, None, kv_dtype, attention, batch_invariant)
+    shape = pool_shape(model, limits.block_size, num_blocks, kv_format, platform)
+    pool = jnp.zeros(shape, storage_dtype(kv_format.element, platform))
+    scales = jnp.zeros(shape[:-1], jnp.uint32) if kv_format.has_scales else None
+    cache = KVCache(pool, scales, kv_format, attention, batch_invariant)
     return EngineState(cache, empty_slots(limits.max_num_seqs, model.vocab_size))
 
 

@@ -24,12 +24,14 @@ from pagedjax.memory import pool_shape
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pallas_kernels import (
     Implementation,
+    KVFormat,
     RaggedBatch,
     paged_attention_and_write,
     plan_attention,
     slot_mapping,
     storage_dtype,
     to_storage,
+    write_kv,
 )
 
 CHECKED: frozenset[tuple[str, str]] = frozenset({("gpu", "mosaic_gpu")})
@@ -37,6 +39,7 @@ CHECKED: frozenset[tuple[str, str]] = frozenset({("gpu", "mosaic_gpu")})
 
 _NUM_ROWS, _NUM_SEQS = 96, 8  # more than the batch has: the others are padding
 _NUM_LAYERS, _LAYER = 2, 1
+_NAN_SCALES = np.uint32(0x7FC07FC0)  # of K and of V
 _SMALL_WINDOW = 40  # shorter than the chunk and most contexts, no multiple of a block's size
 
 _log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ class CheckResult:
     Attributes:
       largest_difference: between a number of the kernel's and XLA's; NaN if one of them is NaN.
       tolerance: the largest difference that rounding explains.
-      is_pool_right: the kernel left every bit of the pool as XLA did.
+      is_pool_right: the kernel left every bit of the pool, and of its scales, as XLA did.
       error: what compiling or running the kernel raised; then the others say nothing.
     """
 
@@ -81,7 +84,7 @@ def working_attention(
     model: DecoderConfig,
     *,
     block_size: int,
-    kv_dtype: np.dtype,
+    kv_format: KVFormat,
     device: Any,
     batch_invariant: bool,
 ) -> Implementation:
@@ -100,7 +103,7 @@ def working_attention(
         result = check_attention(
             model,
             block_size=block_size,
-            kv_dtype=kv_dtype,
+            kv_format=kv_format,
             implementation=chosen,
             platform=device.platform,
             batch_invariant=batch_invariant,
@@ -129,7 +132,7 @@ def check_attention(
     model: DecoderConfig,
     *,
     block_size: int,
-    kv_dtype: np.dtype,
+    kv_format: KVFormat,
     implementation: Implementation,
     platform: str,
     batch_invariant: bool = False,
@@ -139,25 +142,26 @@ def check_attention(
     Without a window and, if the model has windows, with a small one.
 
     Args:
-      block_size, kv_dtype, batch_invariant: as the engine will use them; a float dtype.
+      block_size, kv_format, batch_invariant: as the engine will use them.
       platform: whose layout the pool gets; computed is on JAX's default device.
 
     Returns:
       The result, with whatever the kernel raised. What "xla" raises is not caught.
     """
-    case = _make_case(model, block_size, kv_dtype, platform, batch_invariant)
-    wanted, wanted_pool = _attend(case, "xla")
+    case = _make_case(model, block_size, kv_format, platform, batch_invariant)
+    wanted, wanted_cache = _attend(case, "xla")
     # Kernels multiply in 16 bits what is not float32: queries and weights are rounded by up to
     # 2**-9 of themselves, and XLA rounds them at another place, or not at all. In such a batch, of
     # scores and values of about 1, that makes up to 0.009. All multiply float32 as it is.
-    tolerance = 1e-4 if kv_dtype == jnp.float32 else 2e-2
+    tolerance = 1e-4 if kv_format.k == jnp.float32 else 2e-2
     try:
-        got, pool = _attend(case, implementation)
+        got, cache = _attend(case, implementation)
     except Exception as error:  # whatever it is, the engine can do without the kernel
         return CheckResult(math.nan, tolerance, False, error)
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should
         difference = np.abs(got - wanted).max()
-    return CheckResult(float(difference), tolerance, np.array_equal(pool, wanted_pool))
+    is_pool_right = all(map(np.array_equal, cache, wanted_cache))
+    return CheckResult(float(difference), tolerance, is_pool_right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,17 +170,18 @@ class _Case:
 
     Attributes:
       q: f32[N, H, D]. k, v: f32[N, KVH, D]; float32 as in the decoder.
-      pool: [Lg, P, KVH, T, 2 * lanes] as stored, without this step's rows.
+      pool, scales: as in `KVCache`, without this step's rows.
       batches: windows, and the batch whose tables lack the blocks that the window passed.
     """
 
     model: DecoderConfig
-    kv_dtype: np.dtype
+    kv_format: KVFormat
     batch_invariant: bool
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     pool: jax.Array
+    scales: jax.Array | None
     batches: list[tuple[int, RaggedBatch]]
 
     @property
@@ -194,7 +199,7 @@ def _lengths(block_size: int) -> np.ndarray:
 def _make_case(
     model: DecoderConfig,
     block_size: int,
-    kv_dtype: np.dtype,
+    kv_format: KVFormat,
     platform: str,
     batch_invariant: bool,
 ) -> _Case:
@@ -212,23 +217,40 @@ def _make_case(
     num_blocks = int(pages.sum()) + 4
     ids = rng.permutation(np.arange(1, num_blocks))
     tables = np.zeros((_NUM_SEQS, pages.max()), np.int32)
-    shape = pool_shape(model, block_size, num_blocks, platform)
-    pool = np.full((_NUM_LAYERS, *shape[1:]), np.nan, np.float32)
+    old_rows, places = [], []
     for s, (query, context) in enumerate(lengths):
         tables[s, : pages[s]], ids = ids[: pages[s]], ids[pages[s] :]
         old = np.arange(context - query)
-        rows = np.zeros((len(old), heads, 2, shape[-1] // 2), np.float32)
-        rows[..., :head_dim] = normal(len(old), heads, 2, head_dim)
-        blocks, slots = tables[s, old // block_size], old % block_size
-        pool[_LAYER, blocks, :, slots] = rows.reshape(len(old), heads, shape[-1])
+        old_rows.append(normal(2, len(old), heads, head_dim))
+        places.append((tables[s, old // block_size], old % block_size))
+    shape = pool_shape(model, block_size, num_blocks, kv_format, platform)
+    pool, scales = write_kv(
+        *_poison((_NUM_LAYERS, *shape[1:]), kv_format, platform),
+        _LAYER,
+        *np.concatenate(old_rows, axis=1),
+        *np.concatenate(places, axis=1).astype(np.int32),
+        kv_dtype=kv_format,
+    )
     return _Case(
         model,
-        kv_dtype,
+        kv_format,
         batch_invariant,
         *(q, k, v),
-        to_storage(jnp.asarray(pool), kv_dtype, storage_dtype(kv_dtype, platform)),
+        *(pool, scales),
         [(window, _batch(lengths, tables, block_size, window)) for window in _windows(model)],
     )
+
+
+def _poison(
+    shape: tuple[int, ...], kv_format: KVFormat, platform: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """A pool and its scales, NaN everywhere; integer elements are some number, times NaN."""
+    element = kv_format.element
+    is_integer = jnp.issubdtype(element, jnp.integer)
+    values = jnp.full(shape, 77 if is_integer else math.nan, element)
+    pool = to_storage(values, element, storage_dtype(element, platform))
+    scales = jnp.full(shape[:-1], _NAN_SCALES, jnp.uint32) if kv_format.has_scales else None
+    return pool, scales
 
 
 def _windows(model: DecoderConfig) -> list[int]:
@@ -245,8 +267,8 @@ def _batch(lengths: np.ndarray, tables: np.ndarray, block_size: int, window: int
     return RaggedBatch(*(jnp.asarray(x.astype(np.int32)) for x in (starts, context, tables)))
 
 
-def _attend(case: _Case, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
-    """Results f32[batches, used rows, H, D], and the bits of the pool after each batch."""
+def _attend(case: _Case, implementation: Implementation) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Results f32[batches, used rows, H, D], and the bits of pool and scales after each batch."""
 
     @jax.jit  # anew: a later check must not believe what an earlier one compiled
     def attend(
@@ -254,31 +276,33 @@ def _attend(case: _Case, implementation: Implementation) -> tuple[np.ndarray, np
         k: jax.Array,
         v: jax.Array,
         pool: jax.Array,
+        scales: jax.Array | None,
         layer: jax.Array,
         batch: RaggedBatch,
         window: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         how = {
-            "kv_dtype": case.kv_dtype,
+            "kv_dtype": case.kv_format,
             "implementation": implementation,
             "batch_invariant": case.batch_invariant,
         }
-        out, pool, _ = paged_attention_and_write(
-            *(q, k, v, pool, None, layer, batch),
+        model = case.model
+        return paged_attention_and_write(
+            *(q, k, v, pool, scales, layer, batch),
             slots=slot_mapping(batch, len(q), block_size=pool.shape[3], num_blocks=pool.shape[1]),
-            layout=plan_attention(batch, len(q), case.model.num_heads, pool, None, **how),
-            sm_scale=case.model.attn_scale,
-            soft_cap=case.model.attn_soft_cap,
+            layout=plan_attention(
+                batch, len(q), model.num_heads, model.head_dim, pool, scales, **how
+            ),
+            sm_scale=model.attn_scale,
+            soft_cap=model.attn_soft_cap,
             window=window,
             **how,
         )
-        return out, pool
 
-    rows = (case.q, case.k, case.v)
+    rows = (case.q, case.k, case.v, case.pool, case.scales)
     results = [
-        attend(*rows, case.pool, jnp.int32(_LAYER), batch, jnp.int32(window))
-        for window, batch in case.batches
+        attend(*rows, jnp.int32(_LAYER), batch, jnp.int32(window)) for window, batch in case.batches
     ]
-    outs = [np.asarray(out)[: case.num_used_rows] for out, _ in results]
-    pools = [np.asarray(pool) for _, pool in results]
-    return np.stack(outs), np.stack([pool.view(f"u{pool.itemsize}") for pool in pools])
+    outs = [np.asarray(out)[: case.num_used_rows] for out, *_ in results]
+    written = [np.asarray(x) for _, *cache in results for x in jax.tree.leaves(cache)]
+    return np.stack(outs), [x.view(f"u{x.itemsize}") for x in written]
