@@ -22,6 +22,7 @@ from pagedjax.plan import StepPlan
 from pagedjax.request import TokenLogprobs
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
+from pallas_kernels import FORMATS
 from tests.engine.tiny import (
     UNIFORM,
     in_one_shape,
@@ -32,6 +33,8 @@ from tests.engine.tiny import (
 
 MAX_NUM_SEQS, MAX_TOKENS = 8, 16
 MAX_HOST_BLOCKS = 500
+CONFIG: dict[str, Any] = {}
+"""Of all engines; tests that are run again with another kind of pool set it."""
 
 
 def fresh_engine(
@@ -50,8 +53,8 @@ def fresh_engine(
     Unless `async_scheduling` is asked for, every step brings its own results: what happens at which
     step is easier to say then.
     """
-    config = {"async_scheduling": False, "check_invariants": True, **config}
-    host_bytes = MAX_HOST_BLOCKS * block_bytes(model, block_size, np.dtype(np.float32))
+    config = {"async_scheduling": False, "check_invariants": True, **CONFIG, **config}
+    host_bytes = MAX_HOST_BLOCKS * block_bytes(model, block_size, FORMATS["float32"])
     engine = tiny_engine(
         model,
         block_size=block_size,
@@ -108,20 +111,27 @@ def watch_plans(engine: LLMEngine, watcher: Callable[[StepPlan], None]) -> None:
 
 
 def poison(engine: LLMEngine) -> None:
-    """Fill every block that nobody owns and nobody can find, but for the null block, with NaN."""
+    """Fill every block that nobody owns and nobody can find, but for the null block, with NaN.
+
+    Quantized ones get NaN for scales.
+    """
     pool, state = engine.scheduler.pool, engine.runner.state
     unused = np.ones(state.cache.pool.shape[1], bool)
     for block in range(pool.num_blocks):
         unused[block] = not pool.ref_count(block) and pool.key_of(block) is None
     unused[0] = False
-    values = _poisoned(state.cache.pool, unused)
-    cache = dataclasses.replace(state.cache, pool=values)
+    cache = state.cache
+    if cache.scales is None:
+        cache = dataclasses.replace(cache, pool=_poisoned(cache.pool, unused, np.float32("nan")))
+    else:
+        scales = _poisoned(cache.scales, unused, np.uint32(0x7FC07FC0))
+        cache = dataclasses.replace(cache, scales=scales)
     engine.runner.state = dataclasses.replace(state, cache=cache)
 
 
 @jax.jit
-def _poisoned(pool: jax.Array, unused: jax.Array) -> jax.Array:
-    return jax.numpy.where(unused[None, :, None, None, None], np.float32("nan"), pool)
+def _poisoned(x: jax.Array, unused: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.numpy.where(unused.reshape(1, -1, *[1] * (x.ndim - 2)), value, x)
 
 
 # --- what is asked for ---

@@ -14,7 +14,7 @@ import pytest
 
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, Params, StepInput, bind, random_params
-from pallas_kernels import storage_dtype
+from pallas_kernels import plain_format, storage_dtype
 from tests.engine.tiny import SLIDING, UNIFORM, tiny_params
 
 NULL_BLOCK = 0
@@ -97,7 +97,7 @@ class World:
         pool[:, self.rng.random(num_blocks) < 0.5] = np.nan
         pool[:, NULL_BLOCK] = 0
         pool = pool.astype(dtype).view(storage_dtype(dtype, jax.default_backend()))
-        return KVCache(jnp.array(pool), None, dtype, None, batch_invariant=True)
+        return KVCache(jnp.array(pool), None, plain_format(dtype), None, batch_invariant=True)
 
     def ready(self) -> list[int]:
         """Sequences that have tokens to compute and find their prefix computed."""

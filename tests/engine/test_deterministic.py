@@ -17,7 +17,8 @@ from tests.engine.fresh import assert_idle, fresh_engine, step_until_done
 from tests.engine.tiny import SLIDING, UNIFORM, generate, random_prompts, tiny_engine
 
 MODELS = {"uniform": UNIFORM, "sliding": SLIDING}
-DTYPES = ["float32", "bfloat16"]
+KINDS = [("uniform", "float32", "auto"), ("sliding", "bfloat16", "auto")]
+KINDS += [("uniform", "bfloat16", "int8"), ("sliding", "float32", "k8v4")]
 LONG, *REST = random_prompts(41, [24, *range(1, 20)])
 
 
@@ -51,13 +52,15 @@ def bits_of(output: RequestOutput) -> tuple[Any, ...]:
     return tuple(streams), output.prompt_logprobs
 
 
-def expected(model: DecoderConfig) -> list[tuple[Any, ...]]:
+def expected(model: DecoderConfig, kv_cache_dtype: str) -> list[tuple[Any, ...]]:
     """Every request alone in an engine without a prefix cache."""
-    engine = fresh_engine(model, deterministic=True, enable_prefix_caching=False)
+    engine = fresh_engine(
+        model, deterministic=True, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype
+    )
     return [bits_of(generate(engine, [prompt], params)[0]) for prompt, params in REQUESTS]
 
 
-def random_engine(model: DecoderConfig, random: Random) -> LLMEngine:
+def random_engine(model: DecoderConfig, kv_cache_dtype: str, random: Random) -> LLMEngine:
     """Any block pool, budget and policy; the compiled program is the same for all."""
     worst_case = fresh_engine(model).scheduler.blocks.worst_case
     need = max(worst_case(len(p), len(p) + q.max_tokens - 1, q.num_samples) for p, q in REQUESTS)
@@ -65,6 +68,7 @@ def random_engine(model: DecoderConfig, random: Random) -> LLMEngine:
     return fresh_engine(
         model,
         deterministic=True,
+        kv_cache_dtype=kv_cache_dtype,
         check_invariants=False,  # other tests do, and it takes longer than all else
         usable_blocks=usable,
         host_blocks=random.choice([0, 10, 100]),
@@ -99,12 +103,15 @@ def serve_at_random(engine: LLMEngine, random: Random) -> dict[int, RequestOutpu
     return {number_of[request_id]: output for request_id, output in finished.items()}
 
 
-def check_schedules(model: DecoderConfig, count: int, first: int = 0) -> None:
-    bits = expected(model)
+def check_schedules(kind: tuple[str, str, str], count: int, first: int = 0) -> None:
+    """Rows come from hits, forks and the host, or are computed and quantized once more."""
+    name, dtype, kv_cache_dtype = kind
+    model = dataclasses.replace(MODELS[name], dtype=dtype)
+    bits = expected(model, kv_cache_dtype)
     preemptions = hits = 0
     for seed in range(first, first + count):
         random = Random(seed)
-        engine = random_engine(model, random)
+        engine = random_engine(model, kv_cache_dtype, random)
         outputs = serve_at_random(engine, random)
         assert_idle(engine)
         for number, output in outputs.items():
@@ -115,18 +122,15 @@ def check_schedules(model: DecoderConfig, count: int, first: int = 0) -> None:
     assert hits > count
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_few_random_schedules_give_the_same_bits(model: str, dtype: Any) -> None:
-    check_schedules(dataclasses.replace(MODELS[model], dtype=dtype), 6)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_a_few_random_schedules_give_the_same_bits(kind: tuple[str, str, str]) -> None:
+    check_schedules(kind, 6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("model", "first"), [("uniform", 0), ("sliding", 100)])
-def test_200_random_schedules_give_the_same_bits(model: str, first: int, dtype: Any) -> None:
-    """200 of each dtype, half of them of each model."""
-    check_schedules(dataclasses.replace(MODELS[model], dtype=dtype), 100, first)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_100_random_schedules_give_the_same_bits(kind: tuple[str, str, str]) -> None:
+    check_schedules(kind, 100, first=100)
 
 
 def test_every_step_has_the_largest_shape_rounded_up() -> None:

@@ -1,7 +1,10 @@
 """Engine settings are checked where they are made, and against the model."""
 
+import dataclasses
+import logging
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError
 from pagedjax.memory import block_bytes, default_num_blocks, slot_bytes
 from pagedjax.models.config import NO_WINDOW
+from pallas_kernels import FORMATS
 from tests.engine.tiny import MAX_POSITION, SLIDING, UNIFORM, tiny_engine, tiny_params
 
 
@@ -65,16 +69,14 @@ def test_max_model_len_may_not_exceed_the_model_and_defaults_to_it() -> None:
 
 def test_the_pool_of_an_accelerator_leaves_room_for_weights_and_slots() -> None:
     limits = tiny_engine(max_num_seqs=4).limits
-    dtype, size = (
-        np.dtype(np.float32),
-        block_bytes(UNIFORM, limits.block_size, np.dtype(np.float32)),
-    )
+    form = FORMATS["float32"]
+    size = block_bytes(UNIFORM, limits.block_size, form)
     slots = slot_bytes(UNIFORM, limits)
     assert slots >= 4 * UNIFORM.vocab_size * 4
     stats = {"bytes_limit": 2 * (slots + 5 * size) + 1000, "bytes_in_use": 1000 // 2}
-    assert default_num_blocks(UNIFORM, limits, dtype, stats, 0.5) == 5 + 1
+    assert default_num_blocks(UNIFORM, limits, form, stats, 0.5) == 5 + 1
     stats["bytes_in_use"] += size
-    assert default_num_blocks(UNIFORM, limits, dtype, stats, 0.5) == 4 + 1
+    assert default_num_blocks(UNIFORM, limits, form, stats, 0.5) == 4 + 1
 
 
 def test_without_num_blocks_the_pool_holds_all_requests_at_full_length() -> None:
@@ -84,12 +86,43 @@ def test_without_num_blocks_the_pool_holds_all_requests_at_full_length() -> None
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "meant"), [("auto", "float32"), ("bfloat16", "bfloat16")]
+    ("kv_cache_dtype", "meant", "token_bytes"),
+    [
+        *(("auto", "float32", 64), ("bfloat16", "bfloat16", 32), ("fp8", "fp8", 20)),
+        *(("int8", "int8", 20), ("k8v4", "k8v4", 16), ("int4", "int4", 12)),
+    ],
 )
-def test_the_pool_has_the_dtype_that_was_asked_for(kv_cache_dtype: Any, meant: str) -> None:
-    cache = tiny_engine(kv_cache_dtype=kv_cache_dtype).runner.state.cache
-    assert cache.dtype == meant
-    assert cache.pool.dtype.itemsize == cache.dtype.itemsize
+def test_the_pool_has_the_dtype_that_was_asked_for(
+    kv_cache_dtype: Any, meant: str, token_bytes: int
+) -> None:
+    """Bytes of K and V of 8 elements, and of their scales."""
+    engine = tiny_engine(kv_cache_dtype=kv_cache_dtype)
+    cache, size = engine.runner.state.cache, engine.pool_size
+    assert cache.kv_format == size.kv_format == FORMATS[meant]
+    blocks = size.num_blocks + 1
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == blocks * size.block_bytes
+    assert size.block_bytes == token_bytes * np.prod(cache.pool.shape[2:4]) * cache.pool.shape[0]
+    assert f"{size.num_tokens} tokens fit" in str(size)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    ("name", "most"), [("fp8", 0.52), ("int8", 0.52), ("k8v4", 0.39), ("int4", 0.27)]
+)
+def test_a_quantized_pool_takes_a_half_or_a_quarter_of_bfloat16(
+    name: str, most: float, head_dim: int
+) -> None:
+    model = dataclasses.replace(UNIFORM, head_dim=head_dim)
+    for block_size in (16, 64):
+        plain = block_bytes(model, block_size, FORMATS["bfloat16"])
+        assert block_bytes(model, block_size, FORMATS[name]) <= most * plain
+
+
+def test_the_engine_says_how_much_fits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pagedjax.engine"):
+        engine = tiny_engine(SLIDING, kv_cache_dtype="int4", num_blocks=8, block_size=4)
+    assert engine.pool_size.num_tokens == 3 * 4, "seven blocks for two KV groups"
+    assert "7 blocks of 4 tokens: 12 tokens fit" in caplog.text
 
 
 def test_the_host_pool_holds_the_blocks_of_both_its_uses() -> None:

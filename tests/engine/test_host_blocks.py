@@ -14,6 +14,7 @@ from jax import lax
 from pagedjax import host_blocks
 from pagedjax.host_blocks import HostBlocks
 from pagedjax.models.decoder import KVCache
+from pallas_kernels import FORMATS
 from tests.compiles import counted_compiles
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_COPIES = 300, 350, 40
@@ -31,8 +32,8 @@ def random_values(seed: int, num_blocks: int = NUM_BLOCKS, dtype: Any = np.float
 
 
 def make_cache(values: np.ndarray) -> KVCache:
-    dtype = jnp.dtype("bfloat16" if values.dtype == np.uint16 else values.dtype)
-    return KVCache(jnp.array(values), None, dtype, None)
+    name = "bfloat16" if values.dtype == np.uint16 else "float32"
+    return KVCache(jnp.array(values), None, FORMATS[name], None)
 
 
 def random_pairs(rng: np.random.Generator, count: int, sources: int, targets: int) -> list:
@@ -162,7 +163,7 @@ def test_what_leaves_is_what_the_pool_held_between_two_steps_that_overwrite_it(
     blocks.swap_out(seen, there)
     result = after(seen)
     assert seen.pool.is_deleted(), "the pool was donated"
-    assert not blocks._pending[-1].values.is_ready(), "nothing waited for the device"
+    assert not blocks._pending[-1].values.rows.is_ready(), "nothing waited for the device"
     result = blocks.swap_in(result, back)
 
     expected = np.full_like(values, 7)
@@ -313,7 +314,18 @@ def test_the_link_is_measured_once_and_leaves_the_pool_alone(
     np.testing.assert_array_equal(cache.pool, values)
 
 
-def test_a_quantized_pool_is_refused(cache: KVCache) -> None:
-    quantized = KVCache(cache.pool, jnp.ones(3), cache.dtype, None)
-    with pytest.raises(NotImplementedError, match="quantized"):
-        HostBlocks(quantized, 10, 0)
+@pytest.mark.parametrize("name", ["int8", "k8v4"])
+def test_scales_travel_with_their_rows(name: str) -> None:
+    rng, (layers, *block) = np.random.default_rng(5), BLOCK
+    element = FORMATS[name].element
+    pool = rng.integers(0, 256, (layers, NUM_BLOCKS, *block), np.uint8).view(element)
+    scales = rng.integers(0, 2**32, pool.shape[:4], np.uint32)
+    cache = KVCache(jnp.array(pool), jnp.array(scales), FORMATS[name], None)
+    blocks = HostBlocks(cache, NUM_HOST_BLOCKS, MAX_COPIES)
+    assert 0 < blocks.link_bytes_per_s(cache) < float("inf")
+    blocks.swap_out(cache, [(3, 2), (5, 1)])
+    cache = blocks.copy(cache, [(4, 3), (6, 5)])
+    cache = blocks.swap_in(cache, [(2, 7), (1, 8)])
+    for x, want in ((cache.pool, pool), (cache.scales, scales)):
+        want[:, [3, 5, 7, 8]] = want[:, [4, 6, 3, 5]]
+        np.testing.assert_array_equal(x, want)

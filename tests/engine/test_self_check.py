@@ -13,7 +13,7 @@ from pagedjax import KernelCheckError, PagedJaxError, engine, self_check
 from pagedjax.models.config import DecoderConfig
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.self_check import CheckResult, check_attention
-from pallas_kernels import attention, gpu_softmax, paged_attention_and_write
+from pallas_kernels import FORMATS, attention, gpu_softmax, paged_attention_and_write
 from tests.engine.tiny import (
     SLIDING,
     UNIFORM,
@@ -33,7 +33,7 @@ def check(model: DecoderConfig = SLIDING, **changed: Any) -> CheckResult:
     """Of one tile shape, unless told otherwise: that compiles fast."""
     settings = {
         "block_size": 16,
-        "kv_dtype": jnp.dtype(jnp.float32),
+        "kv_format": FORMATS["float32"],
         "implementation": KERNEL,
         "platform": "cpu",
         "batch_invariant": True,
@@ -81,6 +81,11 @@ def clears_a_free_slot(call: Call, *arrays: Any, **options: Any) -> Any:
     return out, pool.at[1, 0, 0, 0, 0].set(0), scales
 
 
+def forgets_the_scales(call: Call, *arrays: Any, **options: Any) -> Any:
+    out, pool, _ = call(*arrays, **options)
+    return out, pool, arrays[4]
+
+
 def reads_free_slots(
     call: Call, q: Any, k: Any, v: Any, pool: Any, *rest: Any, **options: Any
 ) -> Any:
@@ -125,8 +130,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     [
         (UNIFORM, {"batch_invariant": False}),
         (UNIFORM, {"block_size": 256}),
-        (SLIDING, {"kv_dtype": jnp.dtype(jnp.bfloat16), "platform": "tpu"}),
-        (SUMMED, {"kv_dtype": jnp.dtype(jnp.bfloat16), "platform": "gpu"}),
+        (SLIDING, {"kv_format": FORMATS["bfloat16"], "platform": "tpu"}),
+        (UNIFORM, {"kv_format": FORMATS["int4"], "block_size": 32, "platform": "tpu"}),
+        (SUMMED, {"kv_format": FORMATS["bfloat16"], "platform": "gpu"}),
     ],
 )
 def test_a_right_kernel_passes(model: DecoderConfig, changed: dict[str, Any]) -> None:
@@ -144,7 +150,7 @@ def test_the_gpu_kernel_passes_and_a_mistake_in_it_does_not(
         monkeypatch.setattr(gpu_softmax, "LOG2E", 1.5)
     result = check(
         dataclasses.replace(SLIDING, head_dim=64),
-        kv_dtype=jnp.dtype(jnp.bfloat16),
+        kv_format=FORMATS["k8v4" if wrong else "bfloat16"],
         implementation="mosaic_gpu_interpret",
         platform="gpu",
         batch_invariant=False,
@@ -175,9 +181,16 @@ def test_a_mistake_inside_the_kernel_is_found_whatever_was_compiled_before(
     assert not check(UNIFORM).ok
 
 
+def test_scales_that_are_not_written_are_found(plant: Callable[[Any], None]) -> None:
+    plant(forgets_the_scales)
+    result = check(kv_format=FORMATS["int8"], block_size=32)
+    assert not result.is_pool_right
+    assert result.error is None
+
+
 def test_nan_in_16_bits_is_found(plant: Callable[[Any], None]) -> None:
     plant(one_nan)
-    result = check(kv_dtype=jnp.dtype(jnp.bfloat16), platform="gpu")
+    result = check(kv_format=FORMATS["bfloat16"], platform="gpu")
     assert not result.ok
     assert "nan" in str(result)
 
