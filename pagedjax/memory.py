@@ -46,18 +46,8 @@ class PoolSize:
 
 
 def pool_format(kv_cache_dtype: str, model: DecoderConfig) -> KVFormat:
-    """What the pool of an engine with such a setting holds.
-
-    Raises:
-      ConfigError: such rows cannot hold the model's heads.
-    """
-    name = model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-    if FORMATS[name].is_packed and model.head_dim % 2:
-        raise ConfigError(
-            f"kv_cache_dtype {kv_cache_dtype!r} packs two elements a byte; the model's head size, "
-            f"{model.head_dim}, is odd"
-        )
-    return FORMATS[name]
+    """What the pool of an engine with such a setting holds."""
+    return FORMATS[model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
 
 
 def default_block_size(

@@ -15,7 +15,14 @@ from pagedjax.models.decoder import KVCache
 from pagedjax.models.rope import RopeConfig
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
-from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks, storage_dtype, write_kv
+from pallas_kernels import (
+    copy_blocks,
+    gather_blocks,
+    plain_format,
+    scatter_blocks,
+    storage_dtype,
+    write_kv,
+)
 from tests.deviceless.targets import TARGETS, Compiled, compile_for, platform
 
 KERNELS = dict.fromkeys(("v5e", "v6e", "v7x"), "mosaic_tpu") | {"h200": "mosaic_gpu"}
@@ -122,7 +129,7 @@ def test_block_operations_work_in_place(target, dtype):
 def test_blocks_move_to_the_host_and_back_without_copying_the_pool(target):
     stored = storage_dtype("bfloat16", platform(target))
     pool = jax.ShapeDtypeStruct((4, 4096, 2, 16, 256), stored)
-    cache = KVCache(pool, None, jnp.dtype("bfloat16"), None)
+    cache = KVCache(pool, None, plain_format("bfloat16"), None)
     ids = jax.ShapeDtypeStruct((32,), jnp.int32)
     blocks = jax.ShapeDtypeStruct((32, 4, 2, 16, 256), stored)
     for run, args in ((host_blocks._scatter, (ids, blocks)), (host_blocks._copy, (ids, ids))):

@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params, StepInput, bind
-from pallas_kernels import storage_dtype
+from pallas_kernels import plain_format, storage_dtype
 
 BLOCK_SIZE = 4
 
@@ -59,4 +59,4 @@ def _pool(config: DecoderConfig, num_tokens: int) -> tuple[jax.Array, KVCache]:
     pool[:, 0] = 0
     pool = pool.view(storage_dtype(dtype, jax.default_backend()))
     tables = blocks.reshape(layout.num_groups, 1, width).astype(np.int32)
-    return jnp.asarray(tables), KVCache(jnp.array(pool), None, dtype, None)
+    return jnp.asarray(tables), KVCache(jnp.array(pool), None, plain_format(dtype), None)

@@ -13,6 +13,7 @@ import pytest
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache, StepInput, abstract_params, bind
 from pagedjax.models.families import from_hf
+from pallas_kernels import plain_format
 from tests.models.real_configs import LLAMA_2_7B
 
 ROUNDS = 3
@@ -43,7 +44,7 @@ def compile_seconds(config: DecoderConfig) -> float:
     pool = jax.ShapeDtypeStruct((config.num_layers, 9, 2, 4, 16), jnp.float32)
 
     def step(params, token_ids, inputs, pool):
-        cache = KVCache(pool, None, jnp.dtype("float32"), None)
+        cache = KVCache(pool, None, plain_format("float32"), None)
         model = bind(config, params)
         hidden, cache = model(token_ids, inputs, cache)
         return model.logits(hidden), cache.pool
