@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import RaggedBatch
+from pallas_kernels import KVFormat, RaggedBatch, storage_dtype, to_storage, write_kv
 
 
 @dataclasses.dataclass
@@ -71,3 +72,25 @@ def random_case(
         context_lens=np.array([c for _, c in lengths] + [0] * padding_seqs, np.int32),
         block_tables=tables,
     )
+
+
+def stored(
+    case: RandomCase, form: KVFormat, platform: str = "cpu"
+) -> tuple[jax.Array, jax.Array | None]:
+    """The case's pool with rows as `form` and `platform` want them, and its scales.
+
+    Where the case has NaN, elements or their scales are NaN.
+    """
+    *shape, both = case.pool.shape
+    nothing = 77 if jnp.issubdtype(form.element, jnp.integer) else np.nan
+    values = jnp.full((*shape, form.row(both // 2, platform).width), nothing, form.element)
+    pool = to_storage(values, form.element, storage_dtype(form.element, "cpu"))
+    scales = jnp.full(shape, np.uint32(0x7FC07FC0)) if form.has_scales else None
+    for layer, rows in enumerate(case.pool):
+        block, slot = np.nonzero(np.isfinite(rows).all((1, 3)))
+        k, v = np.split(rows[block, :, slot], 2, axis=-1)
+        places = (jnp.asarray(x.astype(np.int32)) for x in (block, slot))
+        pool, scales = write_kv(
+            *(pool, scales, layer, jnp.asarray(k), jnp.asarray(v), *places), kv_dtype=form
+        )
+    return pool, scales

@@ -1,5 +1,7 @@
 """Plain-XLA paged attention against the float64 oracle."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import paged_attention, storage_dtype, to_storage
-from pallas_kernels.blocks import quantize_rows
-from pallas_kernels.reference import reference_attention
-from tests.pallas_kernels.random_batch import RandomCase, random_case
+from pallas_kernels import (
+    FORMATS,
+    KVFormat,
+    paged_attention,
+    storage_dtype,
+    to_storage,
+)
+from pallas_kernels.reference import read_rows, reference_attention
+from tests.pallas_kernels.random_batch import RandomCase, random_case, stored
 
 
 def oracle(case: RandomCase, layer: int, **options) -> np.ndarray:
@@ -95,7 +102,7 @@ def test_the_batched_decode_of_other_platforms_matches_the_oracle():
 
     case = random_case(3, [(1, 1), (1, 37), (6, 20), (1, 90)], padding_seqs=2)
     call = module._Call(
-        jnp.asarray(case.pool), None, 1, jnp.dtype(jnp.float32), 0.3, None, jnp.int32(11), None
+        jnp.asarray(case.pool), None, 1, FORMATS["float32"], 0.3, None, jnp.int32(11), None
     )
     q = jnp.asarray(case.q)
     is_decode = jnp.diff(case.batch.query_start) == 1
@@ -134,34 +141,34 @@ def test_pools_whose_lanes_are_padded(invariant):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_quantized_pools_are_read_as_elements_times_their_scales(dtype, invariant, implementation):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "k8v4"])
+def test_quantized_pools_are_read_as_what_their_rows_stand_for(name, platform, implementation):
+    """Every row of a pool is quantized; the scales of whatever nobody wrote are NaN."""
     case = random_case(9, [(1, 50), (9, 30), (40, 40)], padding_rows=2)
-    case.pool = padded(case, 24)
-    halves = case.pool.reshape(*case.pool.shape[:4], 2, 24)
-    elements, scales = quantize_rows(jnp.nan_to_num(halves), dtype)
-    # The scales of whatever nobody wrote are NaN, too.
-    is_written = np.isfinite(halves).all(-1)
-    scales = jnp.where(is_written, scales, np.float32(np.nan))
-    values = np.asarray(elements).astype(np.float32) * np.asarray(scales)[..., None]
-    case.pool = values.reshape(case.pool.shape)
-    stored = to_storage(elements.reshape(case.pool.shape), dtype, storage_dtype(dtype, "cpu"))
+    form = FORMATS[name]
+    pool, scales = stored(case, form, platform)
     options = {"sm_scale": 0.25, "window": 33}
-    got = paged_attention(
-        jnp.asarray(case.q),
-        stored,
-        scales.swapaxes(-1, -2),
-        0,
-        case.batch,
-        kv_dtype=dtype,
-        implementation=implementation,
-        batch_invariant=invariant,
-        **options,
-    )
-    assert np.isfinite(got).all()
-    got = np.asarray(got)[: case.num_rows]
-    np.testing.assert_allclose(got, oracle(case, 0, **options), rtol=2e-5, atol=2e-5)
+    for invariant in (False, True):
+        got = paged_attention(
+            *(jnp.asarray(case.q), pool, scales, 0, case.batch),
+            kv_dtype=form,
+            implementation=implementation,
+            batch_invariant=invariant,
+            **options,
+        )
+        assert np.isfinite(got).all()
+        want = oracle(case, 0, **options)
+        exact = dataclasses.replace(case, pool=dequantized(case, pool, scales, form))
+        got = np.asarray(got)[: case.num_rows]
+        np.testing.assert_allclose(got, oracle(exact, 0, **options), rtol=2e-5, atol=2e-5)
+        assert np.abs(got - want).max() < {"int8": 0.02, "fp8": 0.1}.get(name, 0.5)
+
+
+def dequantized(case: RandomCase, pool: jax.Array, scales: jax.Array, form: KVFormat) -> np.ndarray:
+    """The pool of plain numbers that a quantized one stands for."""
+    rows = read_rows(np.asarray(pool), np.asarray(scales), form, case.pool.shape[-1] // 2)
+    return np.concatenate(rows, axis=-1)
 
 
 def test_a_traced_layer_and_window_under_jit():
@@ -191,11 +198,16 @@ def test_bad_arguments_are_refused_with_their_values():
     q, pool = jnp.asarray(case.q), jnp.asarray(case.pool)
     with pytest.raises(ValueError, match="cuda_core"):
         paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, implementation="cuda_core")  # type: ignore
-    with pytest.raises(ValueError, match=r"q \(2, 4, 17\)"):
+    with pytest.raises(ValueError, match="heads of 17"):
         paged_attention(jnp.zeros((2, 4, 17)), pool, None, 0, case.batch, sm_scale=1.0)
     with pytest.raises(ValueError, match="sinks"):
         paged_attention(q, pool, None, 0, case.batch, sm_scale=1.0, sinks=jnp.zeros(3))
     with pytest.raises(ValueError, match="uint16"):
         paged_attention(q, pool.astype(jnp.uint16), None, 0, case.batch, sm_scale=1.0)
-    with pytest.raises(ValueError, match=r"scales \(2, 2\)"):
+    with pytest.raises(ValueError, match="float32 with scales"):
         paged_attention(q, pool, jnp.ones((2, 2)), 0, case.batch, sm_scale=1.0)
+    kind, low = FORMATS["int8"], pool.astype(jnp.int8)
+    with pytest.raises(ValueError, match="int8 scaled cannot be stored as float32"):
+        paged_attention(q, pool, jnp.ones(2), 0, case.batch, sm_scale=1.0, kv_dtype=kind)
+    with pytest.raises(ValueError, match=r"scales \(2, 2\)"):
+        paged_attention(q, low, jnp.ones((2, 2)), 0, case.batch, sm_scale=1.0, kv_dtype=kind)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    FORMATS,
     GpuTiles,
     GpuTileSizes,
     TileSizes,
@@ -21,21 +22,18 @@ from pallas_kernels import (
     paged_attention,
     paged_attention_and_write,
     plan_attention,
-    storage_dtype,
-    to_storage,
 )
 from pallas_kernels._compat import cannot_simulate_gpu
 from tests.pallas_kernels.gpu_cases import threads_compiled_once
-from tests.pallas_kernels.random_batch import random_case
+from tests.pallas_kernels.random_batch import random_case, stored
 
 SERVED = {
-    "kv_dtype": "bfloat16",
-    "storage": "bfloat16",
-    "is_quantized": False,
+    "kv_format": FORMATS["bfloat16"],
+    "storage": jnp.dtype(jnp.bfloat16),
     "block_size": 16,
     "num_seqs": 8,
     "table_width": 64,
-    "head_lanes": 64,
+    "head_dim": 64,
     "group": 4,
 }
 
@@ -68,12 +66,16 @@ def test_a_kernel_runs_on_no_other_platform(platform, home):
         choose_implementation(name, platform, **SERVED)
 
 
+def pool_of(name: str) -> dict:
+    return {"kv_format": FORMATS[name], "storage": FORMATS[name].element}
+
+
 UNSERVED_ON_TPU = [
     ({"block_size": 8}, "block_size 8: .*multiple of 16"),
-    ({"kv_dtype": "float8_e4m3fn", "storage": "float8_e4m3fn"}, "block_size 16: .*multiple of 32"),
-    ({"storage": "uint16"}, "bfloat16 stored as uint16"),
-    ({"kv_dtype": "float16", "storage": "float16"}, "a pool of float16"),
-    ({"kv_dtype": "int8", "storage": "int8", "block_size": 32}, "int8 pool without scales"),
+    (pool_of("fp8"), "block_size 16: .*multiple of 32"),
+    (pool_of("k8v4"), "block_size 16: with int8 keys, int4 values scaled .*multiple of 32"),
+    ({"storage": jnp.dtype(jnp.uint16)}, "bfloat16 stored as uint16"),
+    (pool_of("float16"), "a pool of float16"),
     (
         {"table_width": 1 << 20},
         r"8 sequences and 1048576 blocks.*raise block_size \(16\).*length \(now 16777216 tokens\)",
@@ -82,9 +84,8 @@ UNSERVED_ON_TPU = [
 
 
 UNSERVED_ON_GPU = [
-    ({"kv_dtype": "float32", "storage": "float32"}, "a pool of float32: it reads bfloat16, .*int8"),
-    ({"kv_dtype": "int8", "storage": "int8"}, "int8 pool without scales"),
-    ({"head_lanes": 32}, "head size 32: one of 64, 96, 128, 256"),
+    (pool_of("float32"), "a pool of float32: it reads bfloat16, .*int8"),
+    ({"head_dim": 32}, "head size 32: one of 64, 96, 128, 256"),
     ({"group": 65}, "65 query heads a KV head: at most 64"),
     ({"block_size": 4}, "block_size 4: it must be 8, 16, 32 or a multiple of 64"),
     ({"block_size": 24}, "block_size 24: it must be"),
@@ -122,7 +123,7 @@ def test_what_a_kernel_cannot_serve_raises_by_name_and_falls_back_with_a_warning
 
 
 def test_only_the_simulated_gpu_kernel_takes_a_pool_of_bits(caplog):
-    call = SERVED | {"storage": "uint16"}
+    call = SERVED | {"storage": jnp.dtype(jnp.uint16)}
     simulated = "mosaic_gpu_interpret"
     assert choose_implementation(simulated, "cpu", **call) == simulated
     reason = "bfloat16 stored as uint16"
@@ -227,57 +228,63 @@ def test_sizes_of_another_kernel_are_refused(name, tiles, reason):
             q, pool, None, 0, case.batch, sm_scale=1.0, implementation=name, tiles=tiles
         )
     with pytest.raises(ValueError, match=reason):
-        plan_attention(case.batch, len(q), 4, pool, None, implementation=name, tiles=tiles)
+        plan_attention(case.batch, len(q), 4, 64, pool, None, implementation=name, tiles=tiles)
 
 
 LENGTHS = [(1, 1), (1, 37), (6, 50), (20, 20)]
 
 
+TPU, GPU = "mosaic_tpu_interpret", "mosaic_gpu_interpret"
+
+
 @pytest.mark.parametrize(
-    ("kv_dtype", "dim", "names"),
+    ("name", "dim", "kernels"),
     [
-        ("float32", 16, ("xla", "mosaic_tpu_interpret")),
-        ("bfloat16", 64, ("xla", "mosaic_gpu_interpret")),
-        ("int8", 64, ("xla", "mosaic_tpu_interpret", "mosaic_gpu_interpret")),
+        ("float32", 16, (TPU,)),
+        ("bfloat16", 64, (GPU,)),
+        ("fp8", 64, (GPU,)),
+        ("int8", 64, (TPU,)),
+        ("int4", 64, (TPU, GPU)),
+        ("k8v4", 64, (TPU, GPU)),
     ],
 )
-def test_all_implementations_attend_and_write_alike(kv_dtype, dim, names):
-    size, heads = 32, 2
+def test_all_implementations_attend_and_write_alike(name, dim, kernels):
+    """Attention against the float64 oracle of the same pool, and every bit of what is written."""
+    size, heads, form = 32, 2, FORMATS[name]
     case = random_case(0, LENGTHS, block_size=size, head_dim=dim, padding_rows=3, padding_seqs=1)
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, len(case.q), heads, dim)).astype(np.float32)
-    is_quantized = kv_dtype == "int8"
-    values = jnp.nan_to_num(jnp.asarray(case.pool)) * (20 if is_quantized else 1)
-    pool = to_storage(values, kv_dtype, storage_dtype(kv_dtype, "cpu"))
-    scales = None
-    if is_quantized:
-        scales = jnp.full((*pool.shape[:3], 2, size), 0.05, jnp.float32)
     out = {}
-    for name in ("reference", *names):
+    for implementation in ("reference", "xla", *kernels):
+        # The TPU kernel takes rows of whole tiles of lanes.
+        platform = "tpu" if implementation == TPU else "cpu"
 
-        def attend(pool, scales, name=name):
-            shape = (case.batch, len(case.q), case.q.shape[1], pool, scales)
-            layout = plan_attention(*shape, kv_dtype=kv_dtype, implementation=name)
-            assert (layout is None) == (name in ("reference", "xla"))
+        def attend(pool, scales, implementation=implementation):
+            how = {"kv_dtype": form, "implementation": implementation}
+            shape = (case.batch, len(case.q), *case.q.shape[1:], pool, scales)
+            layout = plan_attention(*shape, **how)
+            assert (layout is None) == (implementation in ("reference", "xla"))
             rows = map(jnp.asarray, (case.q, k, v))
             return paged_attention_and_write(
-                *rows,
-                pool,
-                scales,
-                1,
-                case.batch,
-                sm_scale=0.25,
-                kv_dtype=kv_dtype,
-                implementation=name,
-                layout=layout,
+                *(*rows, pool, scales, 1, case.batch), sm_scale=0.25, layout=layout, **how
             )
 
         with threads_compiled_once():
-            out[name] = jax.tree.map(np.asarray, jax.jit(attend)(pool, scales))
+            found = jax.jit(attend)(*stored(case, form, platform))
+        attended, pool, scales = jax.tree.map(np.asarray, found)
+        out[implementation] = attended, without_padding(pool, form, dim), scales
     want, pool, scales = out.pop("reference")
     for got, got_pool, got_scales in out.values():
-        tolerance = 2e-5 if kv_dtype == "float32" else 2e-2  # kernels multiply in bfloat16
+        tolerance = 2e-5 if name == "float32" else 2e-2  # kernels multiply in 16 bits
         rows = slice(case.num_rows)
         np.testing.assert_allclose(got[rows], want[rows], rtol=tolerance, atol=tolerance)
         np.testing.assert_array_equal(got_pool, pool)
         np.testing.assert_array_equal(got_scales, scales)
+
+
+def without_padding(pool, form, head_dim):
+    """The lanes of rows that hold elements, as bits."""
+    row = form.split(pool.shape[-1], head_dim)
+    k, v = (form.lanes(dtype, head_dim) for dtype in (form.k, form.v))
+    kept = np.concatenate([pool[..., :k], pool[..., row.k : row.k + v]], axis=-1)
+    return kept.view(f"u{pool.itemsize}")
