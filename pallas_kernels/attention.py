@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._compat import gpu_simulator
 from pallas_kernels.batch import RaggedBatch, slot_mapping
-from pallas_kernels.blocks import Scales, format_of, kv_rows, write_kv, write_scales
+from pallas_kernels.blocks import Scales, format_of, kv_rows, write_kv
 from pallas_kernels.gpu_attention import gpu_attention, plan_gpu_attention
 from pallas_kernels.gpu_layout import GpuLayout
 from pallas_kernels.gpu_tiles import GpuTiles
@@ -17,6 +17,7 @@ from pallas_kernels.implementations import GPU, TPU, Implementation, choose_for
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.quantization import rotate
 from pallas_kernels.reference import reference_attention
+from pallas_kernels.scale_pages import touched_pages, write_scale_pages
 from pallas_kernels.storage import from_storage
 from pallas_kernels.tpu_attention import plan_tpu_attention, tpu_attention
 from pallas_kernels.tpu_layout import TpuLayout
@@ -128,15 +129,16 @@ def paged_attention_and_write(
     window = NO_WINDOW if window is None else window
     options = _Options(sm_scale, soft_cap, window, sinks, form, batch_invariant, layout, tiles)
     num_blocks, _, block_size = pool.shape[1:4]
-    if slots is None:
-        slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
     new = None
-    if chosen not in TPU:
-        pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=form)
-    else:
+    if chosen in TPU:
         new, words = kv_rows(k, v, pool, form)
-        if scales is not None:
-            scales = write_scales(scales, layer, words, *slots)
+        if scales is not None and words is not None:
+            pages = touched_pages(batch, len(q), block_size) if layout is None else layout.pages
+            scales = write_scale_pages(scales, layer, words, batch, pages)
+    else:
+        if slots is None:
+            slots = slot_mapping(batch, len(q), block_size=block_size, num_blocks=num_blocks)
+        pool, scales = write_kv(pool, scales, layer, k, v, *slots, kv_dtype=form)
     out, pool = _attend(chosen, q, new, pool, scales, layer, batch, options)
     return out, pool, scales
 

@@ -69,7 +69,7 @@ def write_kv(
     head = jnp.arange(pool.shape[2], dtype=jnp.int32)
     pool = pool.at[layer, block[:, None], head[None], slot[:, None]].set(rows, mode="drop")
     if scales is not None:
-        scales = write_scales(scales, layer, words, block, slot)
+        scales = scales.at[layer, block[:, None], head[None], slot[:, None]].set(words, mode="drop")
     return pool, scales
 
 
@@ -102,19 +102,6 @@ def _stored(
         x, scale = quantize_rows(x, dtype)
     x = pack_int4(x) if dtype == jnp.int4 else to_storage(x, dtype, storage)
     return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - x.shape[-1]))), scale
-
-
-def write_scales(
-    scales: jax.Array,
-    layer: jax.Array | int,
-    words: jax.Array | None,
-    block: jax.Array,
-    slot: jax.Array,
-) -> jax.Array:
-    """Write the u32[N, KVH] words of rows to where `write_kv` puts the rows."""
-    head = jnp.arange(scales.shape[2], dtype=jnp.int32)
-    at = scales.at[layer, block[:, None], head[None], slot[:, None]]
-    return at.set(words, mode="drop")
 
 
 def gather_blocks(pool: jax.Array, scales: Scales, blocks: jax.Array) -> tuple[jax.Array, Scales]:

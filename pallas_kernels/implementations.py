@@ -38,7 +38,8 @@ def choose_implementation(
 ) -> Implementation:
     """The implementation that serves such calls on `platform`: "cpu", "gpu" or "tpu".
 
-    None picks the best one; where that is not the platform's kernel, a warning says why.
+    None picks the best one; where that is not the platform's kernel, a warning says why. Elements
+    of 8 bits are served on TPU by the kernel alone.
 
     Args:
       storage: dtype of the pool, see `storage_dtype`.
@@ -52,6 +53,12 @@ def choose_implementation(
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation {implementation!r}: one of {get_args(Implementation)}")
     kernel = implementation or _KERNELS.get(platform, "xla")
+    xla_copies = platform == "tpu" and kv_format.element.itemsize == 1
+    if kernel == "xla" and xla_copies:
+        raise NotImplementedError(
+            f"implementation 'xla' on platform 'tpu' cannot serve a pool of {kv_format}: XLA would "
+            "copy it in every layer to write elements of 8 bits"
+        )
     if kernel in ("xla", "reference"):
         return kernel
     for home, name in _KERNELS.items():
@@ -64,6 +71,8 @@ def choose_implementation(
         reason = tpu_attention.unsupported(
             kv_format, jnp.dtype(storage), block_size, num_seqs, table_width
         )
+        if reason is None and kernel == "mosaic_tpu":
+            reason = tpu_attention.unsupported_layout(kv_format, block_size)
     else:
         reason = gpu_attention.unsupported(kv_format, block_size, head_dim, group)
         if reason is None and kernel == "mosaic_gpu":
@@ -74,8 +83,8 @@ def choose_implementation(
             reason = cannot_simulate_gpu()
     if reason is None:
         return kernel
-    if implementation is not None:
-        raise NotImplementedError(f"implementation {implementation!r} cannot serve {reason}")
+    if implementation is not None or xla_copies:
+        raise NotImplementedError(f"implementation {kernel!r} cannot serve {reason}")
     _log.warning(
         "attention runs in plain XLA, slower than the %s kernel, for %s", platform.upper(), reason
     )

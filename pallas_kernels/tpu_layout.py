@@ -15,6 +15,7 @@ from pallas_kernels.ragged_rows import (
     most_rows,
     of_rows,
 )
+from pallas_kernels.scale_pages import ScalePages, touched_pages
 from pallas_kernels.tpu_tiles import KernelShape, TileSizes, TpuTiles
 
 
@@ -35,10 +36,14 @@ class CallLayout(NamedTuple):
 
 
 class TpuLayout(NamedTuple):
-    """Both calls of the kernel; None for one that has nothing to do in any batch."""
+    """Both calls of the kernel; None for one that has nothing to do in any batch.
+
+    `pages`: that get scales of this step, of quantized pools.
+    """
 
     decode: CallLayout | None
     chunk: CallLayout | None
+    pages: ScalePages | None
 
 
 def lay_out(
@@ -56,7 +61,9 @@ def lay_out(
         decode = _decode_layout(batch, num_rows, decodes)
     if chunks is not None:
         chunk = _chunk_layout(batch, num_rows, chunks, shape, tiles.chunk, batch_invariant)
-    return TpuLayout(decode, chunk)
+    has_scales = shape.kv.has_scales
+    pages = touched_pages(batch, num_rows, shape.block_size) if has_scales else None
+    return TpuLayout(decode, chunk, pages)
 
 
 def _decode_layout(batch: RaggedBatch, num_rows: int, chosen: jax.Array) -> CallLayout:

@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedjax.batch import Batch
+from pagedjax.config import KVCacheDtype
 from pagedjax.deviceless import (
     TARGETS,
     Compiled,
@@ -53,14 +54,14 @@ from pagedjax.deviceless import (
 )
 from pagedjax.errors import CompilerNotInstalledError, ConfigError
 from pagedjax.hlo_text import Kernel
-from pagedjax.memory import default_num_blocks
+from pagedjax.memory import default_num_blocks, pool_format
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
 from pagedjax.ptxas import KernelResources, kernel_resources
 from pagedjax.runner import choose_attention
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import EngineState, step
-from pallas_kernels import Implementation, head_lanes
+from pallas_kernels import Implementation
 from pallas_kernels.tpu_tiles import KernelShape, best_tiles, chip
 from pallas_kernels.tpu_traffic import Traffic, attention_traffic
 
@@ -78,6 +79,7 @@ class Shape:
     num_seqs: int
     context: int
     block_size: int
+    kv_cache_dtype: str = "auto"
     num_blocks: int = 0
 
     def limits(self, model: DecoderConfig) -> SchedulerConfig:
@@ -135,6 +137,7 @@ def make_report(
         num_blocks=shape.num_blocks,
         platform=platform(target),
         attention=attention,
+        kv_cache_dtype=shape.kv_cache_dtype,
     )
 
     place = None if default_formats else place_like_engine
@@ -192,11 +195,16 @@ def kernel_traffic(model: DecoderConfig, shape: Shape, target: str) -> dict[str,
     Of two batches: all sequences decode at the longest context; and one chunk of as many tokens as
     a step has ends there.
     """
-    lanes, dtype = head_lanes(model.head_dim, "tpu"), jax.numpy.dtype(model.dtype)
-    group = model.num_heads // model.num_kv_heads
-    num_keys = shape.limits(model).table_width * shape.block_size
+    form = pool_format(shape.kv_cache_dtype, model)
+    row = form.row(model.head_dim, "tpu")
     heads = KernelShape(
-        model.num_kv_heads, group, lanes, shape.block_size, num_keys, dtype, is_quantized=False
+        kv_heads=model.num_kv_heads,
+        group=model.num_heads // model.num_kv_heads,
+        head_dim=row.head_dim(form.k),
+        block_size=shape.block_size,
+        num_keys=shape.limits(model).table_width * shape.block_size,
+        kv=form,
+        row=row,
     )
     with jax.set_mesh(mesh_of(target)):
         tiles = best_tiles(heads, chip())
@@ -232,7 +240,7 @@ def blocks_that_fit(model: DecoderConfig, target: str, shape: Shape) -> int:
     return default_num_blocks(
         model,
         shape.limits(model),
-        jax.numpy.dtype(model.dtype),
+        pool_format(shape.kv_cache_dtype, model),
         {
             "bytes_limit": MEMORY_GIB[target] << 30,
             "bytes_in_use": _nbytes(abstract_params(model, backend)),
@@ -285,6 +293,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-seqs", type=int, default=64, help="default: 64")
     parser.add_argument("--context", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument("--block-size", type=int, default=64, help="tokens (default: 64)")
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
     parser.add_argument("--num-blocks", type=int, help="default: what fits in the chip's memory")
     parser.add_argument(
         "--attention", choices=get_args(Implementation), help="default: the chip's best"
@@ -310,12 +319,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # whatever is here, nothing is run on it
     model = real_model(args.model)
-    shape = Shape(args.num_tokens, args.num_seqs, args.context, args.block_size)
+    shape = Shape(
+        args.num_tokens, args.num_seqs, args.context, args.block_size, args.kv_cache_dtype
+    )
     try:
         num_blocks = args.num_blocks or blocks_that_fit(model, args.target, shape)
         shape = dataclasses.replace(shape, num_blocks=num_blocks)
-        limits, dtype = shape.limits(model), jax.numpy.dtype(model.dtype)
-        attention = choose_attention(args.attention, model, limits, dtype, platform(args.target))
+        limits, form = shape.limits(model), pool_format(shape.kv_cache_dtype, model)
+        attention = choose_attention(args.attention, model, limits, form, platform(args.target))
         report = make_report(model, args.target, shape, attention, args.default_formats)
     except (CompilerNotInstalledError, ConfigError, NotImplementedError) as error:
         sys.exit(f"{args.model} on {args.target}: {error}")
@@ -323,7 +334,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"{args.model} on {args.target}: the compiler refuses: {error}")
     has_kernel = attention == "mosaic_tpu"
     traffic = kernel_traffic(model, shape, args.target) if has_kernel else {}
-    title = f"{args.model} on {args.target}, {attention} attention, jax {jax.__version__}"
+    title = (
+        f"{args.model} on {args.target}, {attention} attention, {form} KV, jax {jax.__version__}"
+    )
     console = Console()
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(make_table(title, report, traffic))

@@ -10,15 +10,16 @@ from pagedjax import host_blocks
 from pagedjax.batch import stop_input
 from pagedjax.decode_ahead import decode_ahead
 from pagedjax.deviceless import abstract_step, place_like_engine
+from pagedjax.memory import block_bytes, pool_shape
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
 from pagedjax.models.decoder import KVCache
 from pagedjax.models.rope import RopeConfig
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
 from pallas_kernels import (
+    FORMATS,
     copy_blocks,
     gather_blocks,
-    plain_format,
     scatter_blocks,
     storage_dtype,
     write_kv,
@@ -58,22 +59,26 @@ def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "windows", "rows", "attention"),
+    ("dtype", "windows", "rows", "attention", "kv_cache_dtype"),
     [
-        ("bfloat16", "windowed", 256, "kernel"),
-        ("bfloat16", "uniform", 8, "kernel"),
-        ("float32", "windowed", 8, "xla"),
+        ("bfloat16", "windowed", 256, "kernel", "auto"),
+        ("bfloat16", "uniform", 64, "kernel", "k8v4"),
+        ("float32", "windowed", 8, "xla", "int8"),
     ],
 )
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attention):
+def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attention, kv_cache_dtype):
     model = decoder(WINDOWS[windows], dtype)
     kernel = KERNELS.get(target, "xla") if attention == "kernel" else "xla"
-    params, state, batch = inputs_of_a_step(model, rows, platform(target), kernel)
+    if kernel == "xla" and platform(target) == "tpu":
+        kv_cache_dtype = "auto"  # with elements of 8 bits XLA would copy it, and is refused
+    inputs = inputs_of_a_step(model, rows, platform(target), kernel, kv_cache_dtype)
+    params, state, batch = inputs
     run = functools.partial(step, model, ())
     place = place_like_engine
     compiled = compile_for(target, run, params, state, batch, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
+    assert not compiled.copies_of(state.cache.pool.shape[:-1]), "scales are copied"
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
@@ -81,19 +86,26 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attentio
 def test_several_decode_steps_in_one_go_update_the_pool_in_place(target):
     model = decoder(WINDOWS["windowed"], "bfloat16")
     kernel = KERNELS.get(target, "xla")
-    params, state, batch = inputs_of_a_step(model, 8, platform(target), kernel)
+    params, state, batch = inputs_of_a_step(model, 8, platform(target), kernel, "int4")
     run = functools.partial(decode_ahead, model, (), (1, 2), 4)
     args, place = (params, state, batch, stop_input([], 8)), place_like_engine
     compiled = compile_for(target, run, *args, donate=(1,), place=place)
     assert_in_place(compiled, state.cache.pool)
+    assert not compiled.copies_of(state.cache.pool.shape[:-1]), "scales are copied"
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
-def inputs_of_a_step(model, rows, backend, attention):
+def inputs_of_a_step(model, rows, backend, attention, kv_cache_dtype):
     """Abstract parameters and state, and a batch of padding for 8 sequences."""
-    limits = SchedulerConfig(8, 256, 2048, 16, model.kv_layout.windows)
+    limits = SchedulerConfig(8, 256, 2048, 128, model.kv_layout.windows)
     return abstract_step(
-        model, limits, num_tokens=rows, num_blocks=4096, platform=backend, attention=attention
+        model,
+        limits,
+        num_tokens=rows,
+        num_blocks=1024,
+        platform=backend,
+        attention=attention,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
@@ -125,18 +137,33 @@ def test_block_operations_work_in_place(target, dtype):
     assert not gathered.copies_of(pool.shape)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "int4"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_blocks_move_to_the_host_and_back_without_copying_the_pool(target):
-    stored = storage_dtype("bfloat16", platform(target))
-    pool = jax.ShapeDtypeStruct((4, 4096, 2, 16, 256), stored)
-    cache = KVCache(pool, None, plain_format("bfloat16"), None)
-    ids = jax.ShapeDtypeStruct((32,), jnp.int32)
-    blocks = jax.ShapeDtypeStruct((32, 4, 2, 16, 256), stored)
+def test_blocks_move_to_the_host_and_back_without_copying_the_pool(target, name):
+    model, backend, count = decoder(WINDOWS["uniform"], "bfloat16"), platform(target), 4096
+    shape = pool_shape(model, 128, count, FORMATS[name], backend)
+    cache = abstract_cache(shape, name, backend)
+    ids = jax.ShapeDtypeStruct((24,), jnp.int32)
+    layers, _, *block = shape
+    moved = abstract_cache((24, layers, *block), name, backend)
+    blocks = host_blocks.Blocks(moved.pool, moved.scales)
     for run, args in ((host_blocks._scatter, (ids, blocks)), (host_blocks._copy, (ids, ids))):
-        assert_in_place(compile_for(target, run, cache, *args, donate=(0,)), pool)
+        compiled = compile_for(target, run, cache, *args, donate=(0,))
+        assert_in_place(compiled, cache.pool)
+        assert not compiled.copies_of(shape[:-1])
+    size = count * block_bytes(model, 128, FORMATS[name], backend)
+    # That of the last, `_copy`, with no more than its ids.
+    assert compiled.alias_bytes == size
+    assert size <= compiled.argument_bytes <= size + 4096
     gathered = compile_for(target, host_blocks._gather, cache, ids)
-    assert not gathered.copies_of(pool.shape)
-    assert gathered.temp_bytes < pool.size * pool.dtype.itemsize / 2
+    assert not gathered.copies_of(cache.pool.shape)
+    assert gathered.temp_bytes < size / 2
+
+
+def abstract_cache(shape, name, backend):
+    stored = storage_dtype(FORMATS[name].element, backend)
+    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.uint32) if FORMATS[name].has_scales else None
+    return KVCache(jax.ShapeDtypeStruct(shape, stored), scales, FORMATS[name], None)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -72,8 +72,6 @@ def pool_of(name: str) -> dict:
 
 UNSERVED_ON_TPU = [
     ({"block_size": 8}, "block_size 8: .*multiple of 16"),
-    (pool_of("fp8"), "block_size 16: .*multiple of 32"),
-    (pool_of("k8v4"), "block_size 16: with int8 keys, int4 values scaled .*multiple of 32"),
     ({"storage": jnp.dtype(jnp.uint16)}, "bfloat16 stored as uint16"),
     (pool_of("float16"), "a pool of float16"),
     (
@@ -120,6 +118,24 @@ def test_what_a_kernel_cannot_serve_raises_by_name_and_falls_back_with_a_warning
         with pytest.raises(NotImplementedError, match=f"'{name}' cannot serve.*{reason}"):
             choose_implementation(name, platform, **call)
     assert re.search(reason, falls_back(caplog, platform, **call))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "k8v4"])
+def test_on_tpu_nothing_but_the_kernel_serves_elements_of_8_bits(name):
+    form = re.escape(str(FORMATS[name]))
+    call = SERVED | pool_of(name)
+    assert choose_implementation(None, "tpu", **call | {"block_size": 128}) == "mosaic_tpu"
+    reason = f"block_size 16: with {form} it must be a multiple of 32"
+    for wanted in (None, "mosaic_tpu", "mosaic_tpu_interpret"):
+        with pytest.raises(NotImplementedError, match=f"cannot serve {reason}"):
+            choose_implementation(wanted, "tpu", **call)
+    with pytest.raises(NotImplementedError, match=f"'xla' .*cannot serve a pool of {form}"):
+        choose_implementation("xla", "tpu", **call | {"block_size": 128})
+    call["block_size"] = 64  # the simulated kernel does not mind how XLA lays out an array
+    assert choose_implementation("mosaic_tpu_interpret", "tpu", **call) == "mosaic_tpu_interpret"
+    for wanted in (None, "mosaic_tpu"):
+        with pytest.raises(NotImplementedError, match=r"block_size 64: with scales .*of 128"):
+            choose_implementation(wanted, "tpu", **call)
 
 
 def test_only_the_simulated_gpu_kernel_takes_a_pool_of_bits(caplog):
