@@ -133,7 +133,8 @@ def _compare(base: jax.Array, other: jax.Array, targets: jax.Array) -> jax.Array
     """f32[3, rows]: KL(base || other), log-probability of the target, whether the top agrees."""
     kl = (jnp.exp(base) * (base - other)).sum(-1)
     target = jnp.take_along_axis(other, targets[:, None], axis=1)[:, 0]
-    return jnp.stack([kl, target, base.argmax(-1) == other.argmax(-1)])
+    same_top = (base.argmax(-1) == other.argmax(-1)).astype(jnp.float32)
+    return jnp.stack([kl, target, same_top])
 
 
 def compare_text(model: Model, forms: dict[str, KVFormat], window: int) -> dict[str, np.ndarray]:
