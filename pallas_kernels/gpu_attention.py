@@ -18,21 +18,18 @@ from pallas_kernels.gpu_tiles import (
     GpuTileSizes,
     best_tiles,
 )
+from pallas_kernels.kv_format import KVFormat
 
-KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8")
+KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIMULATED_PROGRAMS = 2  # enough to share work, and few to wait for
 _WIDEST_WINDOW = 1 << 24  # times a group it is still an int32
 
 
-def unsupported(
-    kv_dtype: jnp.dtype, is_quantized: bool, block_size: int, head_dim: int, group: int
-) -> str | None:
+def unsupported(kv_format: KVFormat, block_size: int, head_dim: int, group: int) -> str | None:
     """Why the kernel cannot serve such calls, with what to change; None if it can."""
-    if str(kv_dtype) not in KV_DTYPES:
-        return f"a pool of {kv_dtype}: it reads {', '.join(KV_DTYPES)}"
-    if kv_dtype == jnp.int8 and not is_quantized:
-        return "an int8 pool without scales"
+    if not {kv_format.k.name, kv_format.v.name} <= set(KV_DTYPES):
+        return f"a pool of {kv_format}: it reads {', '.join(KV_DTYPES)}"
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim}: one of {', '.join(map(str, HEAD_DIMS))}"
     if group > TILE_ROWS:
@@ -57,15 +54,15 @@ def plan_gpu_attention(
     batch: RaggedBatch,
     num_rows: int,
     num_heads: int,
+    head_dim: int,
     pool: jax.Array,
-    scales: jax.Array | None,
+    kv_format: KVFormat,
     *,
-    kv_dtype: jnp.dtype,
     batch_invariant: bool = False,
     tiles: GpuTiles | None = None,
 ) -> GpuLayout:
     """What `gpu_attention` needs to know of a batch; the same for all layers of a model."""
-    shape = GpuShape.of(num_heads, pool, kv_dtype, scales, batch)
+    shape = GpuShape.of(num_heads, head_dim, pool, kv_format, batch)
     tiles = tiles or _tiles(shape, num_rows, batch, batch_invariant)
     return lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
 
@@ -77,6 +74,7 @@ def gpu_attention(
     layer: jax.Array | int,
     batch: RaggedBatch,
     *,
+    kv_format: KVFormat,
     sm_scale: float,
     soft_cap: float | None,
     window: jax.Array | int,
@@ -93,8 +91,8 @@ def gpu_attention(
     same splits of its keys.
 
     Args:
-      q: [N, H, D]. pool: [Lg, P, KVH, T, 2 * lanes], lanes >= D.
-      scales: f32[Lg, P, KVH, 2, T] of quantized pools.
+      q: [N, H, D]. pool: [Lg, P, KVH, T, width], elements of `kv_format`.
+      scales: u32[Lg, P, KVH, T] of quantized pools.
       window: see `paged_attention`. sinks: [H].
       layout: `plan_gpu_attention` of the batch; None: it is made here.
       tiles: None takes what fits (`gpu_tiles`).
@@ -104,12 +102,12 @@ def gpu_attention(
       f32[N, H, D], zero in padding rows.
     """
     num_rows, num_heads, head_dim = q.shape
-    shape = GpuShape.of(num_heads, pool, pool.dtype, scales, batch)
+    shape = GpuShape.of(num_heads, head_dim, pool, kv_format, batch)
     tiles = tiles or _tiles(shape, num_rows, batch, batch_invariant)
     if layout is None:
         layout = lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
     q = q.astype(shape.compute_dtype).reshape(num_rows, shape.kv_heads, shape.group, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - head_dim)))
+    q = _padded(q, kv_format.k, shape.head_dim)
     window = jnp.minimum(window, _WIDEST_WINDOW)
     out = jnp.zeros(q.shape, jnp.float32)
     for part, sizes in ((layout.decode, tiles.decode), (layout.chunk, tiles.chunk)):
@@ -137,7 +135,27 @@ def gpu_attention(
         found = _combine(means, logs, _has_keys(part, sizes, splits, window), group, sinks)
         found = found[part.rows.target, :, : shape.group]
         out = jnp.where(part.chosen[:, None, None, None], found, out)
-    return out.reshape(num_rows, num_heads, -1)[..., :head_dim]
+    return _unpadded(out, kv_format.v, head_dim).reshape(num_rows, num_heads, head_dim)
+
+
+def _padded(x: jax.Array, dtype: jnp.dtype, size: int) -> jax.Array:
+    """[..., D] -> [..., size], zeros where the pool has lanes behind vectors of `dtype`."""
+    x = x.reshape(*x.shape[:-1], _parts(dtype), -1)
+    behind = size // x.shape[-2] - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, behind)])
+    return x.reshape(*x.shape[:-2], size)
+
+
+def _unpadded(x: jax.Array, dtype: jnp.dtype, head_dim: int) -> jax.Array:
+    """[..., size] -> [..., D], the inverse of `_padded`."""
+    parts = _parts(dtype)
+    x = x.reshape(*x.shape[:-1], parts, -1)[..., : head_dim // parts]
+    return x.reshape(*x.shape[:-2], head_dim)
+
+
+def _parts(dtype: jnp.dtype) -> int:
+    """Parts of a vector of the pool that share lanes: low and high nibbles of int4."""
+    return 2 if dtype == jnp.int4 else 1
 
 
 def _programs(interpret: Any) -> int:

@@ -1,6 +1,5 @@
 """One call of the GPU kernel: its operands, buffers and barriers."""
 
-import math
 from typing import Any
 
 import jax
@@ -98,31 +97,26 @@ def call_kernel(
 def _scratch(s: Static) -> dict[str, Any]:
     """Buffers and barriers, by their names in `Refs`; "tiles" are those of q and of results."""
     shape, sizes = s.shape, s.sizes
-    both = 2 * shape.head_dim
 
     def tiled(*size: int, dtype: jnp.dtype, width: int) -> Any:
         return plgpu.SMEM(size, dtype, transforms=transforms(dtype, width))
 
     groups, head_dim = sizes.warpgroups, shape.head_dim
-    # The second product takes whole tiles of keys, and both sides of a product are tiled alike.
-    swizzled = math.gcd(head_dim, shape.product_keys(sizes))
+    swizzled = shape.swizzled(sizes)
     queries = tiled(TILE_ROWS, head_dim, dtype=shape.compute_dtype, width=swizzled)
     results = tiled(TILE_ROWS, head_dim, dtype=jnp.dtype(jnp.float32), width=head_dim)
     in_one = not s.is_simulated or GPU_SIMULATOR_KNOWS_UNIONS
-    row_scales = plgpu.SMEM((sizes.stages, s.fetched), jnp.float32) if shape.is_quantized else None
-    ring = (sizes.stages, s.fetched, both)
-    converted = tiled(sizes.keys, both, dtype=shape.compute_dtype, width=swizzled)
+    words = plgpu.SMEM((sizes.stages, s.fetched), jnp.uint32) if shape.kv.has_scales else None
+    ring = (sizes.stages, s.fetched, shape.row.width)
+    converted = tiled(sizes.keys, 2 * head_dim, dtype=shape.compute_dtype, width=swizzled)
     return {
         "tiles": [
             plgpu.RefUnion(queries, results) if in_one else (queries, results)
             for _ in range(groups)
         ],
         "lse_tile": plgpu.SMEM((groups, TILE_ROWS), jnp.float32),
-        "ring": tiled(
-            *ring, dtype=shape.kv_dtype, width=shape.piece if shape.is_converted else shape.head_dim
-        ),
-        "k_scales": row_scales,
-        "v_scales": row_scales,
+        "ring": tiled(*ring, dtype=shape.kv.element, width=shape.piece),
+        "words": words,
         "converted": [converted] * groups if shape.is_converted else None,
         "q_there": plgpu.Barrier(num_barriers=groups),
         "filled": plgpu.Barrier(num_arrivals=s.copies, num_barriers=sizes.stages),

@@ -112,10 +112,9 @@ def _fetch(
         part = pl.ds(0, size)
     here = (r.layer[0], page, head)
     plgpu.copy_gmem_to_smem(r.pool.at[(*here, part)], r.ring.at[stage, rows], r.filled.at[stage])
-    for which, target in enumerate((r.k_scales, r.v_scales)):
-        if target is not None:
-            source = r.scales.at[(*here, which, part)]
-            plgpu.copy_gmem_to_smem(source, target.at[stage, rows], r.filled.at[stage])
+    if r.words is not None:
+        source = r.scales.at[(*here, part)]
+        plgpu.copy_gmem_to_smem(source, r.words.at[stage, rows], r.filled.at[stage])
 
 
 def _attend_item(s: Static, r: Refs, warpgroup: int, item: Item) -> None:

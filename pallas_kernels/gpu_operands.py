@@ -48,8 +48,8 @@ class Static:
 
     @property
     def copies(self) -> int:
-        """Copies of a block, scales of K and of V included."""
-        return self.fetched // self.piece * (3 if self.shape.is_quantized else 1)
+        """Copies of a block, words of scales included."""
+        return self.fetched // self.piece * (2 if self.shape.kv.has_scales else 1)
 
 
 class Refs(NamedTuple):
@@ -57,13 +57,13 @@ class Refs(NamedTuple):
 
     Attributes:
       items: i32[most items, 8]. count, window, layer: i32[1]. tables: i32[S, B].
-      q: [KVH, rows, D], compute dtype. pool: [Lg, P, KVH, T, 2 * D].
-      scales: f32[Lg, P, KVH, 2, T], or None.
+      q: [KVH, rows, D], compute dtype. pool: [Lg, P, KVH, T, width].
+      scales: u32[Lg, P, KVH, T], or None.
       out: f32[parts, KVH, rows, D]. lse: f32[parts, KVH, rows], base 2; see `gpu_attention`.
       q_tiles: [64, D], compute dtype, and out_tiles: f32[64, D], in the same memory: one of a
         warpgroup each.
       lse_tile: f32[warpgroups, 64].
-      ring: [stages, keys, 2 * D], pool dtype. k_scales, v_scales: f32[stages, keys], or None.
+      ring: [stages, keys, width], pool dtype. words: u32[stages, keys], scales; or None.
       converted: [keys, 2 * D], compute dtype, one a warpgroup; or None.
       q_there: barriers, one a warpgroup. filled, free: one a stage.
       cleaned: barrier of all warpgroups that compute.
@@ -83,8 +83,7 @@ class Refs(NamedTuple):
     out_tiles: Any
     lse_tile: Any
     ring: Any
-    k_scales: Any
-    v_scales: Any
+    words: Any
     converted: Any
     q_there: Any
     filled: Any

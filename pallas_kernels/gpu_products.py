@@ -19,12 +19,16 @@ KEYS = WGMMA.reduce(0)  # ... a column
 
 
 def transforms(dtype: jnp.dtype, width: int) -> tuple[Any, ...]:
-    """How a buffer is tiled and swizzled, so that `width` of its columns are whole tiles."""
+    """How a buffer is tiled and swizzled, so that `width` of its columns are whole tiles.
+
+    Tiles of 16 bytes are not swizzled.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if width * itemsize % s == 0)
+    size = next(s for s in (128, 64, 32, 16) if width * itemsize % s == 0)
     tiling: Any = plgpu.TilingTransform  # abstract, say the types of some versions
     swizzling: Any = plgpu.SwizzleTransform
-    return tiling((8, swizzle // itemsize)), swizzling(swizzle)
+    tiles = tiling((8, size // itemsize))
+    return (tiles, swizzling(size)) if size > 16 else (tiles,)
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any, *, is_simulated: bool) -> jax.Array:

@@ -16,9 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu_convert import convert
 from pallas_kernels.gpu_operands import Item, Refs, Static
 from pallas_kernels.gpu_products import KEYS, ROWS, WGMMA, add_product, full, iota, scores
 from pallas_kernels.gpu_tiles import TILE_ROWS
+from pallas_kernels.quantization import k_scales, v_scales
 
 LOG2E = math.log2(math.e)
 
@@ -100,7 +102,10 @@ def _attend_keys(s: Static, r: Refs, warpgroup: int, item: Item, block: _Block, 
     key, kv, size = block.key, block.kv, shape.product_keys(s.sizes)
     rows = pl.ds(block.row, size)
     found = scores(r.q_tiles[warpgroup], kv.at[:, pl.ds(0, shape.head_dim)], is_simulated=sim)
-    found = _scaled(s, found, r.k_scales[block.stage, rows] if shape.is_quantized else None)
+    if r.words is not None:
+        k_scale = k_scales(r.words[block.stage, rows])
+        found = found * lax.broadcast_in_dim(k_scale, found.shape, [1])
+    found = _in_base_2(s, found)
     last = item.position if s.is_decode else item.end - 1
     some_masked = (key + size > item.position + 1) | (key <= last - r.window[0])
     found = lax.cond(
@@ -111,8 +116,9 @@ def _attend_keys(s: Static, r: Refs, warpgroup: int, item: Item, block: _Block, 
     shrink = jnp.exp2(top - base)
     p = jnp.exp2(found - lax.broadcast_in_dim(base - s.shift, found.shape, [0]))
     total = total * shrink + p.sum(axis=1)
-    if shape.is_quantized:
-        p = p * lax.broadcast_in_dim(r.v_scales[block.stage, rows], p.shape, [1])
+    if r.words is not None:
+        v_scale = v_scales(r.words[block.stage, rows])
+        p = p * lax.broadcast_in_dim(v_scale, p.shape, [1])
     p = p.astype(shape.compute_dtype)
     # Operands of the second product need not be in registers while the first goes on.
     acc, new_top, total, p = lax.optimization_barrier((acc, new_top, total, p))
@@ -138,14 +144,7 @@ def _operands(
     kv = r.ring.at[stage, pl.ds(own, s.sizes.keys)]
     if s.shape.is_converted:
         raw, kv = kv, r.converted[warpgroup]
-        width = s.shape.piece
-        for row in range(0, s.sizes.keys, TILE_ROWS):
-
-            @pl.loop(0, 2 * s.shape.head_dim // width)  # in pieces: registers are few
-            def _(index: jax.Array, row: int = row) -> None:
-                columns = pl.ds(pl.multiple_of(index * width, width), width)
-                piece = pl.ds(row, TILE_ROWS), columns
-                kv[piece] = raw[piece].astype(s.shape.compute_dtype)
+        convert(s.shape, raw, kv)
 
     @pl.when((key < item.first) | (key + s.fetched > item.end))
     def _() -> None:
@@ -186,20 +185,18 @@ def _clean(
             piece = rows, pl.ds(column, width)
             x = kv[piece]
             kv[piece] = jnp.where(mask, x, jnp.zeros((), x.dtype))
-    if s.shape.is_quantized and not (is_shared and warpgroup > 0):
+    if r.words is not None and not (is_shared and warpgroup > 0):
         keys = pl.ds(own, s.sizes.keys)
-        x = r.v_scales[stage, keys]
-        r.v_scales[stage, keys] = jnp.where(seen(x.shape, KEYS), x, 0.0)
+        x = r.words[stage, keys]
+        r.words[stage, keys] = jnp.where(seen(x.shape, KEYS), x, jnp.zeros((), x.dtype))
     plgpu.commit_smem()
     if is_shared:
         plgpu.barrier_arrive(r.cleaned)
         plgpu.barrier_wait(r.cleaned)
 
 
-def _scaled(s: Static, found: jax.Array, k_scales: jax.Array | None) -> jax.Array:
-    """Scores in base 2."""
-    if k_scales is not None:
-        found = found * lax.broadcast_in_dim(k_scales, found.shape, [1])
+def _in_base_2(s: Static, found: jax.Array) -> jax.Array:
+    """Scores from products of queries and keys."""
     if s.soft_cap is None:
         return found * (s.sm_scale * LOG2E)
     # tanh from exp2: the hardware's own has 11 bits, too few for a cap of 50.

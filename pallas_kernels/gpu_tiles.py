@@ -62,18 +62,25 @@ class GpuShape(AttentionShape):
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Of the operands of both products: Hopper converts fp8 to float16 only."""
-        half = self.kv_dtype in (jnp.float16, jnp.float8_e4m3fn)
+        half = self.kv.k in (jnp.float16, jnp.float8_e4m3fn)
         return jnp.dtype(jnp.float16 if half else jnp.bfloat16)
 
     @property
     def is_converted(self) -> bool:
         """The pool's elements become those of `compute_dtype` on the way to the products."""
-        return self.kv_dtype.itemsize == 1
+        return self.kv.element.itemsize == 1
 
     @property
     def piece(self) -> int:
-        """Columns of a block that pass through registers at once."""
-        return 32 if self.head_dim % 64 else 64
+        """Lanes of a row that pass through registers at once."""
+        return math.gcd(self.row.k, self.kv.lanes(self.kv.v, self.head_dim), 64)
+
+    def swizzled(self, sizes: GpuTileSizes) -> int:
+        """Columns of a tile of the products' operands, in which both sides are alike.
+
+        The second product takes whole tiles of keys, and what is converted is stored in pieces.
+        """
+        return math.gcd(self.product_keys(sizes), self.piece)
 
     def product_keys(self, sizes: GpuTileSizes) -> int:
         """Keys of one product: half a block where a wide accumulator leaves few registers."""
@@ -96,11 +103,10 @@ class GpuShape(AttentionShape):
 
     def smem_bytes(self, sizes: GpuTileSizes, *, is_decode: bool) -> int:
         """Shared memory of one program."""
-        both = 2 * self.head_dim
         fetched = self.fetched_keys(sizes, is_decode=is_decode)
-        ring = sizes.stages * fetched * both * self.kv_dtype.itemsize
-        scales = sizes.stages * fetched * 2 * 4 if self.is_quantized else 0
-        converted = sizes.keys * both * 2 if self.is_converted else 0
+        ring = sizes.stages * fetched * self.row.width * self.kv.element.itemsize
+        scales = sizes.stages * fetched * 4 if self.kv.has_scales else 0
+        converted = sizes.keys * 2 * self.head_dim * 2 if self.is_converted else 0
         own = converted + TILE_ROWS * self.head_dim * 4 + TILE_ROWS * 4
         return ring + scales + sizes.warpgroups * own + _OTHER_BYTES
 
@@ -141,7 +147,7 @@ def _largest(
             sizes = GpuTileSizes(warpgroups, keys, stages, 0)
             if shape.smem_bytes(sizes, is_decode=is_decode) <= SMEM_BYTES:
                 return warpgroups, keys, stages
-    raise NotImplementedError(f"head size {shape.head_dim} with {shape.kv_dtype} does not fit")
+    raise NotImplementedError(f"head size {shape.head_dim} with {shape.kv} does not fit")
 
 
 def _split(shape: GpuShape, sizes: GpuTileSizes, rows: int, *, is_decode: bool) -> int:

@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import NO_WINDOW, RaggedBatch
+from pallas_kernels.kv_format import FORMATS, KVFormat, plain_format
 from pallas_kernels.reference import reference_attention
 
+POOLS: dict[str, KVFormat] = {
+    **{name: kv for name, kv in FORMATS.items() if name != "float32"},
+    "fp8 without scales": plain_format(jnp.float8_e4m3fn),
+}
 Lengths = list[tuple[int, int]]  # of each sequence: rows of this step, tokens of the context
 NUM_LAYERS, LAYER = 2, 1
 
@@ -18,13 +23,12 @@ class Program:
     """What one compiled program serves, with batches and windows of any kind.
 
     Attributes:
-      dtype: of the pool. q_dtype: of queries and results.
+      pool: a name of `POOLS`. q_dtype: of queries and results.
       group: query heads a KV head.
       num_rows, num_seqs, most_tokens: rows, sequences, and tokens of a context at most.
     """
 
-    dtype: str
-    is_quantized: bool
+    pool: str
     head_dim: int
     group: int
     kv_heads: int
@@ -41,7 +45,7 @@ class Program:
     @property
     def name(self) -> str:
         parts = [
-            f"{self.dtype}{' scaled' if self.is_quantized else ''} q {self.q_dtype}",
+            f"{self.pool} q {self.q_dtype}",
             f"D {self.head_dim} group {self.group} T {self.block_size}",
             *(["soft cap"] if self.soft_cap else []),
             *(["sinks"] if self.with_sinks else []),
@@ -49,6 +53,10 @@ class Program:
             *(["long"] if self.is_long else []),
         ]
         return ", ".join(parts)
+
+    @property
+    def kv(self) -> KVFormat:
+        return POOLS[self.pool]
 
     @property
     def is_long(self) -> bool:
@@ -68,11 +76,12 @@ class Program:
         return np.linspace(-1, 2, self.num_heads).astype(np.float32) if self.with_sinks else None
 
     def new_pool(self) -> np.ndarray:
-        """[Lg, P, KVH, T, 2 * D], all NaN (of int8, which has none, the largest number)."""
+        """[Lg, P, KVH, T, width], all NaN (of integers, which have none, large numbers)."""
         num_blocks = self.num_seqs * self.table_width + 1
-        shape = (NUM_LAYERS, num_blocks, self.kv_heads, self.block_size, 2 * self.head_dim)
-        fill = 127 if self.dtype == "int8" else np.nan
-        return np.full(shape, fill, jnp.dtype(self.dtype))
+        width = self.kv.row(self.head_dim, "gpu").width
+        shape = (NUM_LAYERS, num_blocks, self.kv_heads, self.block_size, width)
+        fill = 0x77 if jnp.issubdtype(self.kv.element, jnp.integer) else np.nan
+        return np.full(shape, fill, self.kv.element)
 
 
 @dataclasses.dataclass
@@ -81,7 +90,7 @@ class Batch:
 
     Attributes:
       q: [N, H, D] of values that bfloat16 and float16 hold, in the queries' dtype.
-      pool: [Lg, P, KVH, T, 2 * D]. scales: f32[Lg, P, KVH, 2, T] or None.
+      pool: [Lg, P, KVH, T, width]. scales: u32[Lg, P, KVH, T] or None.
     """
 
     program: Program
@@ -118,6 +127,7 @@ class Batch:
             self.query_start,
             self.context_lens,
             self.block_tables,
+            kv_format=self.program.kv,
             scales=self.scales,
             sm_scale=self.program.head_dim**-0.5,
             soft_cap=self.program.soft_cap,
@@ -148,8 +158,8 @@ def make_batch(
     padding = [(0, 0)] * (program.num_seqs - len(lengths))
     rows, contexts = (np.array(column) for column in zip(*lengths, *padding, strict=True))
     pool, scales = program.new_pool(), None
-    if program.is_quantized:
-        scales = np.full((*pool.shape[:3], 2, program.block_size), np.nan, np.float32)
+    if program.kv.has_scales:
+        scales = np.full(pool.shape[:4], 0x7FC07FC0, np.uint32)  # NaN, all of them
     tables = np.zeros((program.num_seqs, program.table_width), np.int32)
     free = iter(rng.permutation(np.arange(1, pool.shape[1])))
     for sequence, (own_rows, context) in enumerate(lengths):
@@ -159,10 +169,10 @@ def make_batch(
         position = np.arange(first // program.block_size * program.block_size, context)
         blocks = tables[sequence, position // program.block_size]
         slots = position % program.block_size
-        pool[LAYER, blocks, :, slots] = _values(program, rng, len(position))
+        size = (len(position), program.kv_heads)
+        pool[LAYER, blocks, :, slots] = _values(program.kv, rng, (*size, pool.shape[-1]))
         if scales is not None:
-            drawn = rng.uniform(0.5, 2, (len(position), program.kv_heads, 2))
-            scales[LAYER, blocks, :, :, slots] = drawn * (0.01 if program.dtype == "int8" else 1)
+            scales[LAYER, blocks, :, slots] = _scale_words(program.kv, rng, size)
     shape = (program.num_rows, program.num_heads, program.head_dim)
     # Rounded to what every product's operands can hold, float16's exponents included.
     q = rng.standard_normal(shape).astype(np.float32).astype(jnp.bfloat16)
@@ -178,9 +188,18 @@ def make_batch(
     )
 
 
-def _values(program: Program, rng: np.random.Generator, count: int) -> np.ndarray:
-    """[count, KVH, 2 * D], K and V of tokens in the pool's dtype."""
-    shape = (count, program.kv_heads, 2 * program.head_dim)
-    if program.dtype == "int8":
-        return rng.integers(-127, 128, shape, np.int8)
-    return rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(program.dtype))
+def _values(kv: KVFormat, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random elements of a pool; of integers all bytes."""
+    if jnp.issubdtype(kv.element, jnp.integer):
+        return rng.integers(0, 256, shape, np.uint8).view(kv.element)
+    return rng.standard_normal(shape).astype(np.float32).astype(kv.element)
+
+
+def _scale_words(kv: KVFormat, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """u32 words of scales with which a row's numbers are about 1."""
+    words = np.zeros(shape, np.uint32)
+    for dtype, shift in ((kv.k, 16), (kv.v, 0)):
+        unit = {"int8": 0.01, "int4": 0.15}.get(dtype.name, 1.0)
+        scale = (rng.uniform(0.5, 2, shape) * unit).astype(np.float32)
+        words |= scale.view(np.uint32) >> np.uint32(16) << np.uint32(shift)
+    return words

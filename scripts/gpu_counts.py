@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+from pallas_kernels.kv_format import KVFormat
 
-def kv_token_bytes(kv_heads: int, head_dim: int, itemsize: int, is_quantized: bool) -> int:
-    """Bytes of K and V of one token in one layer, with their two float32 scales a head if any."""
-    return kv_heads * (2 * head_dim * itemsize + (8 if is_quantized else 0))
+
+def kv_token_bytes(kv_heads: int, head_dim: int, kv: KVFormat) -> int:
+    """Bytes of K and V of one token in one layer, with the word of scales of a head if any."""
+    row = kv.row(head_dim, "gpu").width * kv.element.itemsize
+    return kv_heads * (row + (4 if kv.has_scales else 0))
 
 
 def decode_bytes(

@@ -1,7 +1,7 @@
-"""The kernel against the float64 oracle, for every dtype, head size and group; and its bits.
+"""The kernel against the float64 oracle, for every pool, head size and group; and its bits.
 
 Each program is compiled once and runs several ragged batches, decodes and chunks mixed, with and
-without a window, and each twice, for equal bits. Programs come in rounds, each of all dtypes with
+without a window, and each twice, for equal bits. Programs come in rounds, each of all pools with
 all head sizes and of other groups, so that what there is no time for is missing evenly.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_batches import LAYER, Batch, Lengths, Program, make_batch
+from gpu_batches import LAYER, POOLS, Batch, Lengths, Program, make_batch
 from gpu_records import Record, Recorder
 
 from pallas_kernels import (
@@ -21,21 +21,22 @@ from pallas_kernels import (
     paged_attention,
     paged_attention_and_write,
 )
+from pallas_kernels.reference import read_rows
 
-POOLS = (
-    ("bfloat16", False),
-    ("float16", False),
-    ("float8_e4m3fn", True),
-    ("float8_e4m3fn", False),
-    ("int8", True),
-)
+TOYS = ("bfloat16", "int4", "k8v4")
 HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = (4, 1, 8, 5, 16, 64)
 BLOCK_SIZES = (16, 64, 8, 32, 128)
-TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float8_e4m3fn": 2e-2, "int8": 2e-2}
-"""Of |result - oracle| / (1 + |oracle|), by the pool's dtype; |v| < 6."""
-ROUNDING = {"bfloat16": 2**-8, "float16": 2**-10, "float8_e4m3fn": 2**-3, "int8": 2**-7}
-"""Of a written value's error over the largest value of its row, by the pool's dtype."""
+TOLERANCE = dict.fromkeys(POOLS, 2e-2) | {"float16": 4e-3}
+"""Of |result - oracle| / (1 + |oracle|), by the pool; |v| < 6."""
+ROUNDING = {
+    "bfloat16": 2**-8,
+    "float16": 2**-10,
+    "float8_e4m3fn": 2**-3,
+    "int8": 2**-6,
+    "int4": 2**-2,
+}
+"""Of a written value's error over the largest value of its row, by the dtype of its elements."""
 
 Check = tuple[str, Callable[[], Record]]
 
@@ -57,22 +58,20 @@ def checks(implementation: Implementation, toy: bool) -> Iterator[Check]:
 
 
 def one_round(turn: int, toy: bool) -> Iterator[Program]:
-    """Every dtype with every head size (of toys, few), in turn with all groups."""
-    head_dims, pools = (HEAD_DIMS[:1], POOLS[::2]) if toy else (HEAD_DIMS, POOLS)
-    for i, (dtype, is_quantized) in enumerate(pools):
+    """Every pool with every head size (of toys, few), in turn with all groups."""
+    head_dims, pools = (HEAD_DIMS[:1], TOYS) if toy else (HEAD_DIMS, POOLS)
+    for i, pool in enumerate(pools):
         for j, head_dim in enumerate(head_dims):
             group = GROUPS[(i + j + turn) % len(GROUPS)]
             # 23, as no cycle of options divides it, nor a sum of it and what picks the group.
             index = 23 * turn + len(head_dims) * i + j
-            yield _program(
-                dtype, is_quantized, head_dim, min(group, 5) if toy else group, toy, index
-            )
+            yield _program(pool, head_dim, min(group, 5) if toy else group, toy, index)
 
 
 def _other_checks(implementation: Implementation, toy: bool) -> Iterator[Check]:
-    for i, (dtype, is_quantized) in enumerate(POOLS[:1] if toy else POOLS):
+    for i, pool in enumerate(TOYS[:1] if toy else POOLS):
         head_dim, group = (64, 2) if toy else ((128, 4), (64, 5))[i % 2]
-        make = functools.partial(_program, dtype, is_quantized, head_dim, group, toy, i)
+        make = functools.partial(_program, pool, head_dim, group, toy, i)
         long = {"num_rows": 20, "num_seqs": 4, "most_tokens": 5000}
         options = [{"batch_invariant": True}, *([] if toy else [long])]
         if i == 0 and not toy:
@@ -87,14 +86,13 @@ def _other_checks(implementation: Implementation, toy: bool) -> Iterator[Check]:
 
 
 def _program(
-    dtype: str, is_quantized: bool, head_dim: int, group: int, toy: bool, index: int, **options: Any
+    pool: str, head_dim: int, group: int, toy: bool, index: int, **options: Any
 ) -> Program:
     """Options take turns by `index`, in cycles of different lengths, so that all of them meet."""
-    half = "float16" if dtype == "float16" else "bfloat16"
+    half = "float16" if pool == "float16" else "bfloat16"
     small = {"num_rows": 24, "num_seqs": 4, "most_tokens": 96, "is_toy": True} if toy else {}
     return Program(
-        dtype,
-        is_quantized,
+        pool,
         head_dim,
         group,
         kv_heads=1 if group >= 16 else 2,
@@ -144,6 +142,7 @@ def _options(program: Program, implementation: Implementation) -> dict[str, Any]
     return {
         "sm_scale": program.head_dim**-0.5,
         "soft_cap": program.soft_cap,
+        "kv_dtype": program.kv,
         "sinks": None if program.sinks is None else jnp.asarray(program.sinks),
         "implementation": implementation,
         "batch_invariant": program.batch_invariant,
@@ -160,7 +159,7 @@ def check_batches(program: Program, implementation: Implementation) -> Record:
         once, again = (np.asarray(run(*arguments)) for _ in range(2))
         error = distance(once[: batch.rows], batch.oracle())
         worst = max(worst, error)
-        if not error <= TOLERANCE[program.dtype]:
+        if not error <= TOLERANCE[program.pool]:
             faults.append(f"batch {number} off by {error:.2g}")
         if not same_bits(once[: batch.rows], again[: batch.rows]):
             faults.append(f"batch {number} differs when run again")
@@ -176,7 +175,7 @@ def check_invariance(program: Program, implementation: Implementation) -> Record
     batch = make_batch(program, rng, lengths, window)
     together = np.asarray(run(*batch.arguments()))[: batch.rows]
     worst = distance(together, batch.oracle())
-    faults = [] if worst <= TOLERANCE[program.dtype] else [f"off by {worst:.2g}"]
+    faults = [] if worst <= TOLERANCE[program.pool] else [f"off by {worst:.2g}"]
     for sequence, (rows, context) in enumerate(lengths):
         end = int(batch.query_start[sequence + 1])
         for alone in sorted({rows, 1}):
@@ -206,18 +205,17 @@ def check_writing(program: Program, implementation: Implementation) -> Record:
     batch.pool = np.asarray(pool)
     batch.scales = None if scales is None else np.asarray(scales)
     worst, faults = distance(np.asarray(out)[: batch.rows], batch.oracle()), []
-    if not worst <= TOLERANCE[program.dtype]:
+    if not worst <= TOLERANCE[program.pool]:
         faults.append(f"off by {worst:.2g}")
     blocks, slots = _places(batch)
-    got = (
-        batch.pool[LAYER, blocks, :, slots].astype(np.float32).reshape(batch.rows, -1, 2, shape[2])
-    )
-    if batch.scales is not None:
-        got *= batch.scales[LAYER, blocks, :, :, slots][..., None]
-    want = np.stack([k, v], axis=2)[: batch.rows]
-    error = np.abs(got - want).max(-1) / np.abs(want).max(-1)
-    if not error.max() <= ROUNDING[program.dtype]:
-        faults.append(f"written values off by {error.max():.2g}")
+    at = (LAYER, blocks, slice(None), slots)
+    words = None if batch.scales is None else batch.scales[at]
+    written = read_rows(batch.pool[at], words, program.kv, program.head_dim)
+    for got, want, dtype in zip(written, (k, v), (program.kv.k, program.kv.v), strict=True):
+        want = want[: batch.rows]
+        error = (np.abs(got - want).max(-1) / np.abs(want).max(-1)).max()
+        if not error <= ROUNDING[dtype.name]:
+            faults.append(f"written {dtype.name} values off by {error:.2g}")
     old[LAYER, blocks, :, slots] = batch.pool[LAYER, blocks, :, slots]
     if not same_bits(old, batch.pool):
         faults.append("other slots of the pool changed")
@@ -246,10 +244,9 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _record(program: Program, worst: float, faults: list[str]) -> Record:
-    tolerance = TOLERANCE[program.dtype]
+    tolerance = TOLERANCE[program.pool]
     return {
-        "dtype": program.dtype,
-        "is_quantized": program.is_quantized,
+        "pool": program.pool,
         "head_dim": program.head_dim,
         "group": program.group,
         "worst": worst,

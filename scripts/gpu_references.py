@@ -58,7 +58,7 @@ def ways(piece: Piece) -> dict[str, Callable[[Any, Heads, int], float]]:
 
 
 def xla_seconds(piece: Piece, heads: Heads, calls: int) -> float:
-    pool = PagedPool(heads, piece.dtype, piece.block_size, piece.num_blocks)
+    pool = PagedPool(heads, piece.kv, piece.block_size, piece.num_blocks)
     return pool.seconds(piece, "xla", calls)
 
 

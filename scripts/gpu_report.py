@@ -76,8 +76,7 @@ def numerics_table(records: list[Record]) -> Table:
     kinds: dict[str, list[Record]] = {}
     for record in records:
         if "ok" in record:
-            name = record["dtype"] + (" scaled" if record["is_quantized"] else "")
-            kinds.setdefault(name, []).append(record)
+            kinds.setdefault(record["pool"], []).append(record)
     for name, own in kinds.items():
         right = sum(record["ok"] for record in own)
         table.add_row(
@@ -167,7 +166,7 @@ def plot_lines(data: dict[str, Any]) -> list[Line]:
     """`(label, dashed, contexts, shares of copy)` of decodes over the pool of most of them."""
     lines: dict[tuple[str, int], dict[int, float]] = {}
     for record in (*data.get("speed", []), *data.get("references", [])):
-        plain = record.get("dtype") == "bfloat16" and record.get("block_size") == 16
+        plain = record.get("kv") == "bfloat16" and record.get("block_size") == 16
         if record.get("kind") == "decode" and "of_copy" in record and plain:
             by = record.get("by", "kernel")
             points = lines.setdefault((by, record["batch"]), {})

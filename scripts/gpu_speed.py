@@ -8,14 +8,16 @@ from gpu_timing import Limits, chain_seconds, num_calls
 from gpu_work import Chunk, Decode, Heads, Piece, facts
 
 from pallas_kernels import Implementation, RaggedBatch, paged_attention
+from pallas_kernels.blocks import kv_rows
+from pallas_kernels.kv_format import FORMATS, KVFormat
 
 _BASE_BLOCKS = 512  # of random values, which a pool repeats
 
 
 def decodes(toy: bool) -> list[Decode]:
-    """In bfloat16 with small blocks, for one pool."""
+    """In bfloat16 (a toy in another format) with small blocks, for one pool."""
     if toy:
-        return [Decode(2, 64)]
+        return [Decode(2, 64, "k8v4")]
     contexts, batches = (512, 4096, 32768), (1, 16, 64, 256)
     return [Decode(batch, context) for context in contexts for batch in batches]
 
@@ -27,33 +29,29 @@ def chunks(toy: bool) -> list[Chunk]:
 
 
 def other_pools(toy: bool) -> list[Decode]:
-    """Decodes over pools of other dtypes and block sizes."""
+    """Decodes over pools of other formats and block sizes."""
     if toy:
         return []
-    narrow = [Decode(64, 4096, dtype, t) for dtype in ("float8_e4m3fn", "int8") for t in (16, 64)]
-    return [Decode(64, 4096, block_size=64), *narrow]
+    formats = ("int8", "int4", "k8v4", "fp8")
+    narrow = [Decode(64, 4096, kv) for kv in formats]
+    large = [Decode(64, 4096, kv, 64) for kv in ("bfloat16", "int8", "int4")]
+    return narrow + large
 
 
 class PagedPool:
     """A pool of one layer and `num_blocks` or a few more, all of random values.
 
     Attributes:
-      pool: [1, P, KVH, T, 2 * D]. scales: f32[1, P, KVH, 2, T] or None.
+      pool: [1, P, KVH, T, width]. scales: u32[1, P, KVH, T] or None.
     """
 
-    def __init__(self, heads: Heads, dtype: str, block_size: int, num_blocks: int):
-        self.dtype, self.block_size, self._heads = dtype, block_size, heads
+    def __init__(self, heads: Heads, kv: str, block_size: int, num_blocks: int):
+        self.kv, self.block_size, self._heads = kv, block_size, heads
         base = min(_BASE_BLOCKS, num_blocks + 1)  # with the null block
         repeats = -(-(num_blocks + 1) // base)
-        rows = (base, heads.kv_heads, block_size, 2 * heads.head_dim)
-        values, unit = jax.random.normal(jax.random.key(0), rows, jnp.float32), 1.0
-        if dtype == "int8":
-            values, unit = jnp.clip(jnp.round(values * 40), -127, 127), 1 / 40
-        self.pool, self.scales = _repeat(values.astype(dtype), repeats), None
-        if jnp.dtype(dtype).itemsize == 1:
-            shape = (base, heads.kv_heads, 2, block_size)
-            drawn = jax.random.uniform(jax.random.key(1), shape, jnp.float32, 0.5, 1.0)
-            self.scales = _repeat(drawn * unit, repeats)
+        rows, words = _random_blocks(heads, FORMATS[kv], base, block_size)
+        self.pool = _repeat(rows, repeats)
+        self.scales = None if words is None else _repeat(words, repeats)
         shuffled = np.random.default_rng(0).permutation(np.arange(1, self.pool.shape[1]))
         self._blocks = shuffled.astype(np.int32)
 
@@ -75,6 +73,7 @@ class PagedPool:
                 0,
                 batch,
                 sm_scale=self._heads.sm_scale,
+                kv_dtype=FORMATS[self.kv],
                 implementation=implementation,
             )
 
@@ -85,6 +84,22 @@ class PagedPool:
         )
         q = queries(self._heads, piece)
         return chain_seconds(step, q, self.pool, self.scales, batch, calls=calls)
+
+
+def _random_blocks(
+    heads: Heads, kv: KVFormat, num_blocks: int, block_size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [P, KVH, T, width] of normal numbers as the pool has them, and their u32[P, KVH, T]."""
+    shape = (num_blocks * block_size, heads.kv_heads, heads.head_dim)
+    k, v = (jax.random.normal(jax.random.key(seed), shape, jnp.float32) for seed in (0, 1))
+    width = kv.row(heads.head_dim, "gpu").width
+    pool = jnp.zeros((1, 1, heads.kv_heads, block_size, width), kv.element)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(num_blocks, block_size, *x.shape[1:]).swapaxes(1, 2)
+
+    rows, words = kv_rows(k, v, pool, kv)
+    return blocks(rows), None if words is None else blocks(words)
 
 
 def _repeat(values: jax.Array, repeats: int) -> jax.Array:
@@ -111,11 +126,11 @@ class Pools:
         self._heads = heads
         self._kept: PagedPool | None = None
 
-    def get(self, dtype: str, block_size: int, num_blocks: int) -> PagedPool:
+    def get(self, kv: str, block_size: int, num_blocks: int) -> PagedPool:
         kept = self._kept
-        if kept is None or (kept.dtype, kept.block_size) != (dtype, block_size):
+        if kept is None or (kept.kv, kept.block_size) != (kv, block_size):
             self._kept = kept = None  # before the next one is made
-            self._kept = kept = PagedPool(self._heads, dtype, block_size, num_blocks)
+            self._kept = kept = PagedPool(self._heads, kv, block_size, num_blocks)
         return kept
 
 
@@ -130,7 +145,7 @@ def measure_speed(
 
     def work(piece: Piece, num_blocks: int) -> Record:
         calls = num_calls(piece.floor_s(heads, limits), heads.chain_s)
-        pool = pools.get(piece.dtype, piece.block_size, num_blocks)
+        pool = pools.get(piece.kv, piece.block_size, num_blocks)
         seconds = pool.seconds(piece, implementation, calls)
         return facts(piece) | piece.record(heads, limits, seconds)
 

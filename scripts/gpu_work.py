@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from gpu_counts import causal_flops, decode_bytes, kv_token_bytes
 from gpu_timing import Limits
+
+from pallas_kernels.kv_format import FORMATS
 
 BLOCK_SIZE = 16
 
@@ -30,17 +31,20 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One row each of `batch` sequences, all with contexts of `context` tokens."""
+    """One row each of `batch` sequences, all with contexts of `context` tokens.
+
+    `kv`: of the pool, a name of `FORMATS`.
+    """
 
     batch: int
     context: int
-    dtype: str = "bfloat16"
+    kv: str = "bfloat16"
     block_size: int = BLOCK_SIZE
     rows = 1  # of each sequence
 
     @property
     def name(self) -> str:
-        return f"decode {self.batch} x {self.context}, {self.dtype}, T {self.block_size}"
+        return f"decode {self.batch} x {self.context}, {self.kv}, T {self.block_size}"
 
     @property
     def num_blocks(self) -> int:
@@ -49,8 +53,7 @@ class Decode:
 
     def num_bytes(self, heads: Heads) -> int:
         """K and V of all contexts, bfloat16 queries and results, all once."""
-        size = jnp.dtype(self.dtype).itemsize
-        token = kv_token_bytes(heads.kv_heads, heads.head_dim, size, is_quantized=size == 1)
+        token = kv_token_bytes(heads.kv_heads, heads.head_dim, FORMATS[self.kv])
         contexts = [self.context] * self.batch
         return decode_bytes(contexts, token, heads.num_heads, heads.head_dim, q_itemsize=2)
 
@@ -73,7 +76,7 @@ class Chunk:
 
     new: int
     behind: int
-    dtype = "bfloat16"
+    kv = "bfloat16"
     block_size = BLOCK_SIZE
     batch = 1
 

@@ -20,7 +20,7 @@ from pallas_kernels import NO_WINDOW, GpuTiles, GpuTileSizes
 from pallas_kernels._compat import JAX_VERSION, gpu_simulator
 from pallas_kernels.gpu_attention import gpu_attention
 from pallas_kernels.gpu_tiles import GpuShape
-from pallas_kernels.kv_format import KVFormat, plain_format
+from pallas_kernels.kv_format import FORMATS, KVFormat, plain_format
 from tests.pallas_kernels import ragged_cases
 from tests.pallas_kernels.ragged_cases import LAYER, Case
 
@@ -56,7 +56,7 @@ class Setup(ragged_cases.Setup):
 
     @property
     def compute(self) -> str:
-        return "bfloat16" if self.kv.k in (jnp.bfloat16, jnp.int8) else "float16"
+        return "float16" if self.kv.k in (jnp.float16, jnp.float8_e4m3fn) else "bfloat16"
 
     @property
     def shape(self) -> GpuShape:
@@ -72,6 +72,11 @@ class Setup(ragged_cases.Setup):
 
     def scaled(self, q: np.ndarray) -> np.ndarray:
         return q.astype(jnp.dtype(self.compute)).astype(np.float64) * self.head_dim**-0.5
+
+
+def kernel_format(name: str) -> KVFormat:
+    """As the kernel sees it: queries that come to it are rotated already."""
+    return dataclasses.replace(FORMATS[name], is_rotated=False)
 
 
 def paged(block_size: int, **fields: Any) -> Setup:

@@ -5,7 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.gpu_cases import Setup, check, paged, simulate, small_tiles
+from pallas_kernels.kv_format import plain_format
+from tests.pallas_kernels.gpu_cases import (
+    Setup,
+    check,
+    kernel_format,
+    paged,
+    simulate,
+    small_tiles,
+)
 from tests.pallas_kernels.ragged_cases import (
     Case,
     Lengths,
@@ -25,22 +33,20 @@ FAST_SETUPS = {
         num_heads=7,
         kv_heads=1,
         head_dim=96,
-        lanes=96,
-        kv_dtype="float16",
+        kv=kernel_format("float16"),
         with_sinks=True,
         tiles=small_tiles((1, 64, 3), (1, 64, 4)),
     ),
-    "int8, soft cap": paged(
-        32, num_heads=4, kv_heads=1, kv_dtype="int8", is_quantized=True, soft_cap=2.0
-    ),
-    "fp8 with scales, padded lanes": paged(
-        128,
-        num_heads=1,
+    "int4, padded lanes, soft cap": paged(
+        32,
+        num_heads=4,
         kv_heads=1,
         head_dim=40,
-        kv_dtype="float8_e4m3fn",
-        is_quantized=True,
+        platform="tpu",
+        kv=kernel_format("int4"),
+        soft_cap=2.0,
     ),
+    "k8v4": paged(128, num_heads=1, kv_heads=1, kv=kernel_format("k8v4")),
 }
 SLOW_SETUPS = {
     "bf16, 17 heads of 128, small blocks, sinks and soft cap": paged(
@@ -48,30 +54,41 @@ SLOW_SETUPS = {
         num_heads=17,
         kv_heads=1,
         head_dim=128,
-        lanes=128,
         with_sinks=True,
         soft_cap=5.0,
         num_rows=72,
         tiles=small_tiles((2, 64, 3), (2, 128, 2)),
     ),
-    "f16, blocks larger than what is fetched": paged(
-        256, num_heads=3, kv_heads=3, kv_dtype="float16", tiles=small_tiles(ONE, (2, 64, 3))
+    "fp8 with scales, blocks larger than what is fetched": paged(
+        256,
+        num_heads=3,
+        kv_heads=3,
+        kv=kernel_format("fp8"),
+        tiles=small_tiles(ONE, (2, 64, 3)),
     ),
     "fp8 without scales, heads of 256, one warpgroup": paged(
         64,
         num_heads=4,
         kv_heads=1,
         head_dim=256,
-        lanes=256,
-        kv_dtype="float8_e4m3fn",
+        kv=plain_format("float8_e4m3fn"),
         tiles=small_tiles(ONE, ONE),
     ),
-    "int8, 9 heads": paged(
-        128, num_heads=9, kv_heads=1, kv_dtype="int8", is_quantized=True, num_rows=72
+    "int8, 9 heads": paged(128, num_heads=9, kv_heads=1, kv=kernel_format("int8"), num_rows=72),
+    "k8v4, padded lanes": paged(
+        32, num_heads=2, kv_heads=2, head_dim=40, platform="tpu", kv=kernel_format("k8v4")
     ),
-    "bf16, the sizes that are best": paged(16, num_heads=8, kv_heads=2, tiles=None),
-    "bf16, invariant, sinks": paged(
-        16, num_heads=8, kv_heads=2, batch_invariant=True, with_sinks=True
+    "int4, heads of 96, the sizes that are best": paged(
+        16, num_heads=8, kv_heads=2, head_dim=96, kv=kernel_format("int4"), tiles=None
+    ),
+    "k8v4, heads of 128, invariant, sinks": paged(
+        16,
+        num_heads=8,
+        kv_heads=2,
+        head_dim=128,
+        kv=kernel_format("k8v4"),
+        batch_invariant=True,
+        with_sinks=True,
     ),
 }
 SETUPS = FAST_SETUPS | SLOW_SETUPS
@@ -190,10 +207,9 @@ def test_invariant_rows_have_the_same_bits_alone_and_in_another_chunk_and_place(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "window"), [("bfloat16", None), ("int8", 21)])
-def test_invariant_rows_have_the_same_bits_whole_and_in_random_chunks(kv_dtype, window):
-    is_quantized = kv_dtype == "int8"
-    setup = dataclasses.replace(INVARIANT, kv_dtype=kv_dtype, is_quantized=is_quantized)
+@pytest.mark.parametrize(("name", "window"), [("bfloat16", None), ("int4", 21)])
+def test_invariant_rows_have_the_same_bits_whole_and_in_random_chunks(name, window):
+    setup = dataclasses.replace(INVARIANT, kv=kernel_format(name))
     rows = Invariance(setup, window)
     alone = [rows.alone(s) for s in range(4)]
     rng, done = np.random.default_rng(0), list(FIRST)

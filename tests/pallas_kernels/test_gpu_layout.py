@@ -19,6 +19,7 @@ from pallas_kernels.gpu_layout import (
     tile_tokens,
 )
 from pallas_kernels.gpu_tiles import TILE_ROWS, GpuShape
+from pallas_kernels.kv_format import FORMATS, Row
 
 NUM_SEQS, NUM_ROWS, NUM_KEYS = 6, 96, 512
 TILES = GpuTiles(GpuTileSizes(2, 64, 2, 128), GpuTileSizes(2, 64, 2, 64))
@@ -89,7 +90,7 @@ def check(part: GpuCallLayout, lengths: list[tuple[int, int]], want, sizes, grou
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=batches())
 def test_every_row_meets_each_of_its_keys_once(group, batch_invariant, lengths):
-    shape = GpuShape(2, group, 64, 16, NUM_KEYS, jnp.dtype(jnp.bfloat16), False)
+    shape = GpuShape(2, group, 64, 16, NUM_KEYS, FORMATS["bfloat16"], Row(64, 64))
     padding = [(0, 0)] * (NUM_SEQS - len(lengths))
     query_lens, contexts = zip(*lengths, *padding, strict=True)
     start = np.cumsum([0, *query_lens]).astype(np.int32)
@@ -113,7 +114,7 @@ def test_every_row_meets_each_of_its_keys_once(group, batch_invariant, lengths):
 
 
 def test_one_row_makes_no_chunks():
-    shape = GpuShape(2, 4, 64, 16, NUM_KEYS, jnp.dtype(jnp.bfloat16), False)
+    shape = GpuShape(2, 4, 64, 16, NUM_KEYS, FORMATS["bfloat16"], Row(64, 64))
     arrays = (jnp.array([0, 1]), jnp.array([5]), jnp.zeros((1, 32), jnp.int32))
     batch = RaggedBatch(*(x.astype(jnp.int32) for x in arrays))
     assert lay_out(batch, 1, shape, TILES, batch_invariant=False).chunk is None

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gpu_attention import HEAD_DIMS
@@ -16,25 +15,25 @@ from pallas_kernels.gpu_tiles import (
     GpuTileSizes,
     best_tiles,
 )
+from pallas_kernels.kv_format import FORMATS, KVFormat, plain_format
 
-FORMS = [  # dtype, is_quantized
-    ("bfloat16", False),
-    ("float16", False),
-    ("float8_e4m3fn", False),
-    ("float8_e4m3fn", True),
-    ("int8", True),
-]
+KV_FORMATS = {name: FORMATS[name] for name in FORMATS if name != "float32"} | {
+    "fp8 without scales": plain_format("float8_e4m3fn")
+}
 BATCHES = [(1, 1), (64, 64), (256, 256), (2048, 8), (8192, 256)]  # rows, sequences
 
 
-def shapes(kv_dtype: str, is_quantized: bool) -> list[GpuShape]:
+def shape_of(
+    kv: KVFormat, heads: int, group: int, dim: int, block_size: int, num_keys: int
+) -> GpuShape:
+    return GpuShape(heads, group, dim, block_size, num_keys, kv, kv.row(dim, "gpu"))
+
+
+def shapes(kv: KVFormat) -> list[GpuShape]:
     every = itertools.product(
         (1, 8), (1, 2, 3, 4, 7, 8, 16, 17, 64), HEAD_DIMS, (16, 128), (1 << 9, 1 << 17)
     )
-    return [
-        GpuShape(heads, group, dim, size, keys, jnp.dtype(kv_dtype), is_quantized)
-        for heads, group, dim, size, keys in every
-    ]
+    return [shape_of(kv, *sizes) for sizes in every]
 
 
 def kinds(shape: GpuShape, rows: int, seqs: int) -> list[tuple[bool, GpuTileSizes]]:
@@ -46,17 +45,17 @@ def kinds(shape: GpuShape, rows: int, seqs: int) -> list[tuple[bool, GpuTileSize
 def scratch_bytes(shape: GpuShape, sizes: GpuTileSizes, *, is_decode: bool) -> int:
     """Bytes of the buffers that `gpu_call` declares, without barriers."""
     keys = sizes.keys * (sizes.warpgroups if is_decode else 1)
-    total = sizes.stages * keys * 2 * shape.head_dim * shape.kv_dtype.itemsize
-    total += sizes.stages * keys * 2 * 4 * shape.is_quantized
+    total = sizes.stages * keys * shape.row.width * shape.kv.element.itemsize
+    total += sizes.stages * keys * 4 * shape.kv.has_scales
     total += sizes.warpgroups * TILE_ROWS * (shape.head_dim * 4 + 4)
-    if shape.kv_dtype.itemsize == 1:
+    if shape.kv.element.itemsize == 1:
         total += sizes.warpgroups * sizes.keys * 2 * shape.head_dim * 2
     return total
 
 
-@pytest.mark.parametrize(("kv_dtype", "is_quantized"), FORMS)
-def test_sizes_fit_in_shared_memory_and_are_whole(kv_dtype, is_quantized):
-    for shape, batch in itertools.product(shapes(kv_dtype, is_quantized), BATCHES):
+@pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_sizes_fit_in_shared_memory_and_are_whole(kv):
+    for shape, batch in itertools.product(shapes(kv), BATCHES):
         for is_decode, sizes in kinds(shape, *batch):
             needed = scratch_bytes(shape, sizes, is_decode=is_decode)
             assert needed + 1024 <= SMEM_BYTES, (shape, sizes)
@@ -65,9 +64,9 @@ def test_sizes_fit_in_shared_memory_and_are_whole(kv_dtype, is_quantized):
             assert sizes.split % shape.fetched_keys(sizes, is_decode=is_decode) == 0
 
 
-@pytest.mark.parametrize(("kv_dtype", "is_quantized"), FORMS)
-def test_another_stage_does_not_fit_or_is_not_needed(kv_dtype, is_quantized):
-    for shape in shapes(kv_dtype, is_quantized):
+@pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_another_stage_does_not_fit_or_is_not_needed(kv):
+    for shape in shapes(kv):
         for is_decode, sizes in kinds(shape, 256, 64):
             more = dataclasses.replace(sizes, stages=sizes.stages + 1)
             assert sizes.stages == 4 or scratch_bytes(shape, more, is_decode=is_decode) > (
@@ -75,9 +74,9 @@ def test_another_stage_does_not_fit_or_is_not_needed(kv_dtype, is_quantized):
             )
 
 
-@pytest.mark.parametrize(("kv_dtype", "is_quantized"), FORMS)
-def test_partial_results_stay_small_unless_each_row_has_only_one(kv_dtype, is_quantized):
-    for shape, (rows, seqs) in itertools.product(shapes(kv_dtype, is_quantized), BATCHES):
+@pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_partial_results_stay_small_unless_each_row_has_only_one(kv):
+    for shape, (rows, seqs) in itertools.product(shapes(kv), BATCHES):
         for is_decode, sizes in kinds(shape, rows, seqs):
             group = shape.row_group(sizes, is_decode=is_decode)
             parts = most_parts(shape, sizes, is_decode=is_decode)
@@ -87,14 +86,14 @@ def test_partial_results_stay_small_unless_each_row_has_only_one(kv_dtype, is_qu
 
 
 def test_a_long_context_of_few_rows_is_split_for_many_multiprocessors():
-    shape = GpuShape(8, 4, 128, 16, 1 << 17, jnp.dtype(jnp.bfloat16), False)
+    shape = shape_of(FORMATS["bfloat16"], 8, 4, 128, 16, 1 << 17)
     tiles = best_tiles(shape, 1, 1)
     assert shape.kv_heads * (shape.num_keys // tiles.decode.split) >= 132
 
 
-@pytest.mark.parametrize(("kv_dtype", "is_quantized"), FORMS)
-def test_invariant_sizes_do_not_depend_on_the_batch(kv_dtype, is_quantized):
-    for shape in shapes(kv_dtype, is_quantized):
+@pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_invariant_sizes_do_not_depend_on_the_batch(kv):
+    for shape in shapes(kv):
         found = {best_tiles(shape, *batch, batch_invariant=True).chunk for batch in BATCHES}
         assert len(found) == 1
         longer = dataclasses.replace(shape, num_keys=2 * shape.num_keys)
@@ -102,6 +101,6 @@ def test_invariant_sizes_do_not_depend_on_the_batch(kv_dtype, is_quantized):
 
 
 def test_a_head_that_does_not_fit_is_refused():
-    shape = GpuShape(1, 1, 1024, 16, 512, jnp.dtype(jnp.bfloat16), False)
+    shape = shape_of(FORMATS["bfloat16"], 1, 1, 1024, 16, 512)
     with pytest.raises(NotImplementedError, match="head size 1024 with bfloat16 does not fit"):
         best_tiles(shape, 8, 8)

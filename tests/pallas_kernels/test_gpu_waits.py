@@ -8,11 +8,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gpu_kernel, gpu_softmax
 from pallas_kernels._compat import JAX_VERSION
-from tests.pallas_kernels.gpu_cases import RACES, Setup, check_anew, paged, small_tiles
+from tests.pallas_kernels.gpu_cases import (
+    RACES,
+    Setup,
+    check_anew,
+    kernel_format,
+    paged,
+    small_tiles,
+)
 from tests.pallas_kernels.ragged_cases import make_case
 
 DECODE = paged(16, num_rows=1)  # one program is compiled, not two
-CONVERTED = paged(64, num_rows=1, kv_dtype="int8", is_quantized=True)
+CONVERTED = paged(64, num_rows=1, kv=kernel_format("k8v4"))
 CHUNK = paged(16, batch_invariant=True, tiles=small_tiles(chunk=(2, 64, 2)))
 SEES_EVERYTHING = JAX_VERSION >= (0, 12)  # jax 0.10 takes a commit or a copy to be done at once
 
@@ -41,7 +48,7 @@ def run(setup: Setup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [CONVERTED, CHUNK], ids=["int8 decode", "chunk"])
+@pytest.mark.parametrize("setup", [CONVERTED, CHUNK], ids=["k8v4 decode", "chunk"])
 def test_unchanged_there_is_no_race(setup):
     run(setup)
 
@@ -105,7 +112,7 @@ def test_a_mask_that_is_off_by_one_gives_wrong_numbers(off, setup, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [DECODE, CONVERTED, CHUNK], ids=["decode", "int8", "chunk"])
+@pytest.mark.parametrize("setup", [DECODE, CONVERTED, CHUNK], ids=["decode", "k8v4", "chunk"])
 def test_values_behind_the_end_that_are_not_cleaned_give_nan(setup, monkeypatch):
     monkeypatch.setattr(gpu_softmax, "_clean", nothing)
     with pytest.raises(AssertionError, match="nan location mismatch"):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.kv_format import FORMATS
 from tests.engine.tiny import SLIDING, UNIFORM, tiny_params
 from tests.scripts.load import SCRIPTS, load_script
 
@@ -30,8 +31,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 def test_a_decode_reads_all_keys_and_values_and_moves_its_queries_and_results(load: Load) -> None:
     counts = load("gpu_counts")
-    assert counts.kv_token_bytes(8, 128, 2, is_quantized=False) == 4096
-    assert counts.kv_token_bytes(8, 128, 1, is_quantized=True) == 8 * (256 + 2 * 4)
+    want = {"bfloat16": 4096, "fp8": 8 * 260, "int8": 8 * 260, "int4": 8 * 132, "k8v4": 8 * 196}
+    assert {kv: counts.kv_token_bytes(8, 128, FORMATS[kv]) for kv in want} == want
     got = counts.decode_bytes([3, 5], 4096, num_heads=32, head_dim=128, q_itemsize=2)
     assert got == 8 * 4096 + 2 * 2 * 32 * 128 * 2
 
@@ -51,7 +52,7 @@ def test_shares_are_of_the_measured_limits(load: Load) -> None:
     work = load("gpu_work")
     limits, heads = sys.modules["gpu_timing"].Limits(1e6, 2e6, 1e9), work.Heads(4, 2, 64)
     decode = work.Decode(2, 10, "int8")
-    num_bytes = 20 * 2 * (128 + 8) + 2 * 2 * 4 * 64 * 2
+    num_bytes = 20 * 2 * (128 + 4) + 2 * 2 * 4 * 64 * 2
     assert decode.floor_s(heads, limits) == pytest.approx(num_bytes / 1e6)
     assert decode.record(heads, limits, 0.5)["of_copy"] == pytest.approx(num_bytes / 0.5e6)
     chunk = work.Chunk(3, 5)
@@ -91,15 +92,15 @@ def test_a_chain_passes_each_result_on(load: Load, monkeypatch: pytest.MonkeyPat
 # --- numerics ---
 
 
-def test_every_dtype_meets_every_head_size_and_group(load: Load) -> None:
+def test_every_pool_meets_every_head_size_and_group(load: Load) -> None:
     numerics = load("gpu_numerics")
     rounds = [list(numerics.one_round(turn, toy=False)) for turn in range(len(numerics.GROUPS))]
     for programs in rounds:
-        assert len({(p.dtype, p.is_quantized, p.head_dim) for p in programs}) == 20
+        assert len({(p.pool, p.head_dim) for p in programs}) == 28
         assert {p.group for p in programs} == set(numerics.GROUPS)
     programs = list(itertools.chain.from_iterable(rounds))
-    assert len({(p.dtype, p.is_quantized, p.head_dim, p.group) for p in programs}) == 20 * 6
-    for what in ("dtype", "head_dim", "group", "block_size"):
+    assert len({(p.pool, p.head_dim, p.group) for p in programs}) == 28 * 6
+    for what in ("pool", "head_dim", "group", "block_size"):
         for value in {getattr(p, what) for p in programs}:
             own = [p for p in programs if getattr(p, what) == value]
             assert {p.block_size for p in own} == set(numerics.BLOCK_SIZES) or what == "block_size"
@@ -275,7 +276,7 @@ def test_problems_are_told_by_name(load: Load) -> None:
 
 def test_lines_of_the_plot_are_by_batch_and_sorted_by_context(load: Load) -> None:
     def decode(batch: int, context: int, share: float, **more: Any) -> dict:
-        shape = {"dtype": "bfloat16", "block_size": 16, "batch": batch, "context": context}
+        shape = {"kv": "bfloat16", "block_size": 16, "batch": batch, "context": context}
         return {"name": "x", "kind": "decode", **shape, "of_copy": share, **more}
 
     data = {
@@ -283,7 +284,7 @@ def test_lines_of_the_plot_are_by_batch_and_sorted_by_context(load: Load) -> Non
             decode(1, 64, 0.5),
             decode(1, 8, 0.25),
             decode(4, 8, 0.75),
-            decode(4, 64, 0.1, dtype="int8"),
+            decode(4, 64, 0.1, kv="int8"),
             {"name": "y", "kind": "chunk", "of_product": 0.5},
         ],
         "references": [decode(1, 8, 0.2, by="xla")],
