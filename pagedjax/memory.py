@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
@@ -93,11 +94,11 @@ def size_pool(
     model: DecoderConfig,
     limits: SchedulerConfig,
     kv_format: KVFormat,
-    device: jax.Device,
+    device: Any,
     num_blocks: int | None,
     memory_utilization: float,
 ) -> PoolSize:
-    """The pool of an engine on `device`; `num_blocks`: with the null block, None: what fits.
+    """The pool of an engine on a `jax.Device`; `num_blocks`: with the null block, None: what fits.
 
     Raises:
       ConfigError: not even one block a KV group fits.

@@ -81,7 +81,7 @@ def paged_attention(
       NotImplementedError: the named implementation cannot serve this call.
     """
     form = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = choose_for(implementation, *q.shape[1:], pool, batch, form)
+    chosen = choose_for(implementation, q.shape[1], q.shape[2], pool, batch, form)
     window = NO_WINDOW if window is None else window
     options = _Options(sm_scale, soft_cap, window, sinks, form, batch_invariant, None, tiles)
     return _attend(chosen, q, None, pool, scales, layer, batch, options)[0]
@@ -125,7 +125,7 @@ def paged_attention_and_write(
       ValueError, NotImplementedError: see `paged_attention`.
     """
     form = _check(q, pool, scales, sinks, batch, kv_dtype)
-    chosen = choose_for(implementation, *q.shape[1:], pool, batch, form)
+    chosen = choose_for(implementation, q.shape[1], q.shape[2], pool, batch, form)
     window = NO_WINDOW if window is None else window
     options = _Options(sm_scale, soft_cap, window, sinks, form, batch_invariant, layout, tiles)
     num_blocks, _, block_size = pool.shape[1:4]
@@ -133,7 +133,9 @@ def paged_attention_and_write(
     if chosen in TPU:
         new, words = kv_rows(k, v, pool, form)
         if scales is not None and words is not None:
-            pages = touched_pages(batch, len(q), block_size) if layout is None else layout.pages
+            planned = _of(TpuLayout, layout)
+            pages = planned.pages if planned else None
+            pages = pages or touched_pages(batch, len(q), block_size)
             scales = write_scale_pages(scales, layer, words, batch, pages)
     else:
         if slots is None:
