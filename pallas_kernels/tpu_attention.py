@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.batch import RaggedBatch
+from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.tpu_call import call_kernel
+from pallas_kernels.tpu_columns import LANES
 from pallas_kernels.tpu_layout import TpuLayout, lay_out
 from pallas_kernels.tpu_tiles import (
     KernelShape,
@@ -18,25 +20,22 @@ from pallas_kernels.tpu_tiles import (
     sublanes,
 )
 
-KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
+ELEMENTS = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
 
 
 def unsupported(
-    kv_dtype: jnp.dtype,
+    kv_format: KVFormat,
     storage: jnp.dtype,
-    is_quantized: bool,
     block_size: int,
     num_seqs: int,
     table_width: int,
 ) -> str | None:
     """Why the kernel cannot serve such calls, with what to change; None if it can."""
-    if str(kv_dtype) not in KV_DTYPES or storage != kv_dtype:
-        return f"a pool of {kv_dtype} stored as {storage}: it reads {', '.join(KV_DTYPES)}"
-    if kv_dtype == jnp.int8 and not is_quantized:
-        return "an int8 pool without scales"
-    if block_size % sublanes(kv_dtype):
-        need = sublanes(kv_dtype)
-        return f"block_size {block_size}: with {kv_dtype} it must be a multiple of {need}"
+    if not {kv_format.k.name, kv_format.v.name} <= set(ELEMENTS) or storage != kv_format.element:
+        return f"a pool of {kv_format} stored as {storage}: it reads {', '.join(ELEMENTS)}"
+    need = sublanes(kv_format.element)
+    if block_size % need:
+        return f"block_size {block_size}: with {kv_format} it must be a multiple of {need}"
     most = most_table_entries()
     if num_seqs * table_width > most:
         return (
@@ -47,18 +46,29 @@ def unsupported(
     return None
 
 
+def unsupported_layout(kv_format: KVFormat, block_size: int) -> str | None:
+    """Why XLA would keep the pool in another layout than the kernel reads; None if it does not.
+
+    Copying all scales into another layout and back would be part of every step.
+    """
+    if kv_format.has_scales and block_size % LANES:
+        return f"block_size {block_size}: with scales it must be a multiple of {LANES}"
+    return None
+
+
 def plan_tpu_attention(
     batch: RaggedBatch,
     num_rows: int,
     num_heads: int,
+    head_dim: int,
     pool: jax.Array,
-    scales: jax.Array | None,
+    kv_format: KVFormat,
     *,
     batch_invariant: bool = False,
     tiles: TpuTiles | None = None,
 ) -> TpuLayout:
     """What `tpu_attention` needs to know of a batch; the same for all layers of a model."""
-    shape = KernelShape.of(num_heads, pool, pool.dtype, scales, batch)
+    shape = KernelShape.of(num_heads, head_dim, pool, kv_format, batch)
     tiles = tiles or best_tiles(shape, chip())
     return lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
 
@@ -71,6 +81,7 @@ def tpu_attention(
     layer: jax.Array | int,
     batch: RaggedBatch,
     *,
+    kv_format: KVFormat,
     sm_scale: float,
     soft_cap: float | None,
     window: jax.Array | int,
@@ -86,9 +97,9 @@ def tpu_attention(
     calls take everything as chunks, so that a row meets one tile shape.
 
     Args:
-      q: [N, H, D]. pool: [Lg, P, KVH, T, 2 * lanes], lanes >= D.
-      new: [N, KVH, 2 * lanes] in the pool's dtype, or None where the pool has them already.
-      scales: f32[Lg, P, KVH, 2, T] of quantized pools, this step's already written.
+      q: [N, H, D]. pool: [Lg, P, KVH, T, width], rows as `kv_format` says.
+      new: [N, KVH, width] in the pool's dtype, or None where the pool has them already.
+      scales: u32[Lg, P, KVH, T] of quantized pools, this step's already written.
       window: see `paged_attention`. sinks: [H].
       layout: `plan_tpu_attention` of the batch; None: it is made here.
       tiles: None takes what the cost model says (`tpu_tiles`).
@@ -98,14 +109,13 @@ def tpu_attention(
       f32[N, H, D], zero in padding rows, and the pool.
     """
     num_rows, num_heads, head_dim = q.shape
-    shape = KernelShape.of(num_heads, pool, pool.dtype, scales, batch)
+    shape = KernelShape.of(num_heads, head_dim, pool, kv_format, batch)
     tiles = tiles or best_tiles(shape, chip())
     if layout is None:
         layout = lay_out(batch, num_rows, shape, tiles, batch_invariant=batch_invariant)
-    lanes, parts = shape.head_dim, (num_rows, shape.kv_heads, shape.group)
-    q = (q.astype(jnp.float32) * sm_scale).astype(shape.compute_dtype).reshape(*parts, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, shape.width - head_dim)))
-    out = jnp.zeros((*parts, lanes), jnp.float32)
+    parts = (num_rows, shape.kv_heads, shape.group, head_dim)
+    q = (q.astype(jnp.float32) * sm_scale).astype(shape.compute_dtype).reshape(parts)
+    out = jnp.zeros(parts, jnp.float32)
     for part, sizes in ((layout.decode, tiles.decode), (layout.chunk, tiles.chunk)):
         if part is None:
             continue
@@ -131,9 +141,9 @@ def tpu_attention(
             return found, None if new is None else written
 
         def skip(pool: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            return jnp.zeros((*parts, lanes), jnp.float32), None if new is None else pool
+            return jnp.zeros(parts, jnp.float32), None if new is None else pool
 
         found, written = lax.cond(part.tiles.count > 0, compute, skip, pool)
         pool = pool if written is None else written
         out = jnp.where(part.chosen[:, None, None, None], found, out)
-    return out.reshape(num_rows, num_heads, lanes)[..., :head_dim], pool
+    return out.reshape(num_rows, num_heads, head_dim), pool

@@ -37,14 +37,15 @@ def call_kernel(
     """Attention of the sequences of a layout.
 
     Args:
-      q: [N, KVH, G, W], scaled, in the compute dtype.
-      new: [N, KVH, 2 * D] in the pool's dtype, or None.
+      q: [N, KVH, G, D], scaled, in the compute dtype.
+      new: [N, KVH, width] in the pool's dtype, or None.
 
     Returns:
       `(f32[N, KVH, G, D], unspecified in the rows of others, pool)`.
     """
     check_sizes(shape, sizes)
-    group = shape.row_group(is_decode=is_decode)
+    group, head_dim = shape.row_group(is_decode=is_decode), q.shape[-1]
+    k, v = shape.columns
     static = Static(
         group=group,
         tile=sizes.tile,
@@ -52,13 +53,15 @@ def call_kernel(
         keys=sizes.keys,
         is_decode=is_decode,
         alignment=shape.alignment,
+        k=k,
+        v=v,
         masks_all=batch_invariant,
         table_width=batch.block_tables.shape[1],
         soft_cap=soft_cap,
     )
     rows = layout.rows
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, group - shape.group), (0, 0)))
-    q = q[rows.source].transpose(1, 0, 2, 3).reshape(shape.kv_heads, -1, shape.width)
+    q = jnp.pad(k.place(q), ((0, 0), (0, 0), (0, group - shape.group), (0, 0)))
+    q = q[rows.source].transpose(1, 0, 2, 3).reshape(shape.kv_heads, -1, k.width)
     if new is not None and is_decode:
         new = new[rows.source][:, :, None]
     elif new is not None:
@@ -75,8 +78,8 @@ def call_kernel(
         _sink_rows(sinks, shape, static),
         interpret,
     )
-    out = out.reshape(shape.kv_heads, -1, group, shape.width)[:, rows.target]
-    return out[:, :, : shape.group, -shape.head_dim :].transpose(1, 0, 2, 3), pool
+    out = out.reshape(shape.kv_heads, -1, group, v.width)[:, rows.target]
+    return v.take(out[:, :, : shape.group], head_dim).transpose(1, 0, 2, 3), pool
 
 
 def _scalars(
@@ -116,7 +119,7 @@ def _pallas_call(
     sinks: jax.Array | None,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns f32[KVH, M * group, W] and the pool, which is written in place, if there is `new`."""
+    """Returns f32[KVH, M * group, Wv] and the pool, written in place if there is `new`."""
     writes = new is not None
     sizes = TileSizes(static.tile, static.pages, static.keys)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -139,7 +142,7 @@ def _pallas_call(
         hbm = Hbm(given["q"], given.get("new"), given.get("scales"), pool_ref, out)
         run(Operands(static, numbers, hbm, Scratch(**held), given.get("sinks")))
 
-    results = [jax.ShapeDtypeStruct(q.shape, jnp.float32)]
+    results = [jax.ShapeDtypeStruct((*q.shape[:2], static.v.width), jnp.float32)]
     if writes:
         results.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     grid = pltpu.PrefetchScalarGridSpec(
@@ -174,22 +177,22 @@ def _scratch(
     pool: jax.Array,
 ) -> Scratch:
     rows, span = static.tile * static.group, static.pages * shape.block_size
-    heads, width = shape.kv_heads, shape.width
+    heads, width = shape.kv_heads, shape.row.width
     new_rows = 1 if static.is_decode else span
 
     def vmem(dtype: jnp.dtype, *size: int) -> Any:
         return pltpu.VMEM(size, dtype)
 
-    f32 = jnp.dtype(jnp.float32)
+    f32, u32 = jnp.dtype(jnp.float32), jnp.dtype(jnp.uint32)
     two: Any = pltpu.SemaphoreType.DMA((2,))
     return Scratch(
-        q=vmem(q.dtype, 2, heads, rows, width),
-        acc=vmem(f32, 2, heads, rows, width),
+        q=vmem(q.dtype, 2, heads, rows, static.k.width),
+        acc=vmem(f32, 2, heads, rows, static.v.width),
         top=vmem(f32, heads, rows, 1),
         total=vmem(f32, heads, rows, 1),
-        kv=vmem(pool.dtype, 2, heads, span, 2 * shape.head_dim),
-        new=None if new is None else vmem(new.dtype, 2, heads, new_rows, 2 * shape.head_dim),
-        scales=None if scales is None else vmem(f32, 2, static.pages, heads, 2, shape.block_size),
+        kv=vmem(pool.dtype, 2, heads, span, width),
+        new=None if new is None else vmem(new.dtype, 2, heads, new_rows, width),
+        scales=None if scales is None else vmem(u32, 2, static.pages, heads, shape.block_size),
         num_writes=pltpu.SMEM((2,), jnp.dtype(jnp.int32)),
         q_sem=two,
         out_sem=two,

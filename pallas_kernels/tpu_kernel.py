@@ -10,12 +10,12 @@ Layout. A tile is `tile` consecutive tokens of one sequence with all their query
 new rows come in arrays whose every sequence starts on a whole sublane tile (`tpu_layout`), because
 a DMA can only start there.
 
-    q    [KVH, M * group, W]          pool [Lg, P, KVH, T, 2 * D]    (in HBM, in and out)
-    new  [KVH, M', 2 * D]             out  [KVH, M * group, W] f32
-         [M, KVH, 1, 2 * D] of decodes
+    q    [KVH, M * group, Wk]         pool [Lg, P, KVH, T, width]    (in HBM, in and out)
+    new  [KVH, M', width]             out  [KVH, M * group, Wv] f32
+         [M, KVH, 1, width] of decodes
 
-`W` is D where K and V can be told apart by whole lane tiles (D a multiple of 128). Otherwise rows
-stay whole: W = 2 * D, q is zero over V's lanes, and V's lanes of the result are the output.
+`Wk` and `Wv` are D where the pool keeps K and V in 8 bits or more and they can be told apart by
+whole lane tiles; otherwise `tpu_columns` says what they are.
 
 Pipeline. One flat sequence of fetches: a tile's pages `pages` at a time, then the next tile's, also
 across sequences. While one is worked on, the next is in flight:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.tpu_columns import Columns
+
 Ref = Any  # to memory on the chip; before there is one, its shape; None where it is not used
 
 
@@ -19,6 +21,7 @@ class Static(NamedTuple):
       keys: keys of one matrix product; divides `pages * block_size`.
       is_decode: every sequence has one token, and `new` one row for each.
       alignment: rows of a sublane tile of the pool.
+      k, v: columns of both products, Wk and Wv of them.
       masks_all: also products that every row sees whole, so that all go through the same sums.
       table_width: columns of the block table.
       soft_cap: see `tpu_kernel`.
@@ -30,6 +33,8 @@ class Static(NamedTuple):
     keys: int
     is_decode: bool
     alignment: int
+    k: Columns
+    v: Columns
     masks_all: bool
     table_width: int
     soft_cap: float | None
@@ -73,10 +78,10 @@ class Scratch(NamedTuple):
     """In VMEM, two of each: one worked on, one in flight; and the semaphores of the copies.
 
     Attributes:
-      q: [2, KVH, R, W]. acc: f32[2, KVH, R, W], which becomes the result.
+      q: [2, KVH, R, Wk]. acc: f32[2, KVH, R, Wv], which becomes the result.
       top, total: f32[KVH, R, 1], running maximum and sum of the softmax.
-      kv: [2, KVH, pages * T, 2 * D]. new: [2, KVH, pages * T, 2 * D], or one row of a decode.
-      scales: f32[2, pages, KVH, 2, T].
+      kv: [2, KVH, pages * T, width]. new: [2, KVH, pages * T, width], or one row of a decode.
+      scales: u32[2, pages, KVH, T].
       num_writes: i32[2] in SMEM, pages on their way out of each half of `kv`.
     """
 

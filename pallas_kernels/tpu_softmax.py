@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.quantization import k_scales, v_scales
+from pallas_kernels.tpu_columns import Columns
 from pallas_kernels.tpu_operands import Operands, Tile
 
 START = -1e30  # of the running maximum; finite, so that a row without keys stays finite
@@ -65,57 +67,63 @@ def _each_head(op: Operands, tile, j, key, slot, half, *, masked: bool) -> None:
     """One product of keys with the rows of each head.
 
     What is not `masked` all rows see. Of the rest, V and its scales are zero where nothing was
-    fetched: 0 * NaN is NaN.
+    fetched: 0 * NaN is NaN. Integers are never NaN.
     """
-    _, kv_heads, num_rows, width = op.scratch.q.shape
+    _, kv_heads, num_rows, _ = op.scratch.q.shape
     keys = op.static.keys
+    has_nan = jnp.issubdtype(op.scratch.kv.dtype, jnp.floating)
     visible = _visible(op, tile, key) if masked else None
-    rows_written = _written(op, tile, key, (keys, width), 0) if masked else None
+    rows_written = None
+    if masked and has_nan:
+        rows_written = _written(op, tile, key, (keys, op.static.v.width), 0)
     scales_written = _written(op, tile, key, (1, keys), 1) if masked else None
 
     def head(h: jax.Array, carry: int) -> int:
         k, v = _load(op, h, j, slot)
-        k_scales, v_scales = _scales(op, h, 0, j, slot), _scales(op, h, 1, j, slot)
+        of_k, of_v = _scales(op, h, j, slot)
         if rows_written is not None:
             v = jnp.where(rows_written, v, jnp.zeros((), v.dtype))
-        if scales_written is not None and v_scales is not None:
-            v_scales = jnp.where(scales_written, v_scales, 0.0)
+        if scales_written is not None and of_v is not None:
+            of_v = jnp.where(scales_written, of_v, 0.0)
         s = _dot(op.scratch.q[half, h], k, 1)
-        if k_scales is not None:
-            s *= k_scales
+        if of_k is not None:
+            s *= of_k
         if op.static.soft_cap is not None:
             s = op.static.soft_cap * jnp.tanh(s / op.static.soft_cap)
         if visible is not None:
             s = jnp.where(visible, s, MASKED)
-        _accumulate(op, h, s, v, v_scales, half)
+        _accumulate(op, h, s, v, of_v, half)
         return carry
 
     # The few rows of a decode leave units idle: all heads side by side.
     lax.fori_loop(0, kv_heads, head, 0, unroll=num_rows <= 32 and kv_heads <= 16)
 
 
-def _accumulate(op: Operands, h, s: jax.Array, v: jax.Array, v_scales, half: jax.Array) -> None:
-    """Take scores f32[R, keys] and values [keys, W] into the online softmax of a head."""
+def _accumulate(op: Operands, h, s: jax.Array, v: jax.Array, of_v, half: jax.Array) -> None:
+    """Take scores f32[R, keys] and values [keys, Wv], times scales, into a head's softmax."""
     top, total, acc = op.scratch.top, op.scratch.total, op.scratch.acc
     old_top = top[h]
     new_top = jnp.maximum(old_top, s.max(axis=-1, keepdims=True))
     shrink = jnp.exp(old_top - new_top)
     p = jnp.exp(s - new_top)
     total[h] = total[h] * shrink + p.sum(axis=-1, keepdims=True)
-    if v_scales is not None:
-        p *= v_scales
+    if of_v is not None:
+        p *= of_v
     acc[half, h] = acc[half, h] * shrink + _dot(p.astype(v.dtype), v, 0)
     top[h] = new_top
 
 
 def _load(op: Operands, h, j, slot) -> tuple[jax.Array, jax.Array]:
-    """K and V [keys, W] of a head in q's dtype."""
-    width, kv, dtype = op.scratch.q.shape[3], op.scratch.kv, op.hbm.q.dtype
+    """K [keys, Wk] and V [keys, Wv] of a head in q's dtype."""
     rows = pl.ds(pl.multiple_of(j * op.static.keys, op.static.keys), op.static.keys)
-    if width == kv.shape[3]:
-        both = kv[slot, h, rows].astype(dtype)
-        return both, both
-    return kv[slot, h, rows, :width].astype(dtype), kv[slot, h, rows, width:].astype(dtype)
+    k, v = op.static.k, op.static.v
+
+    def elements(columns: Columns) -> jax.Array:
+        lanes = op.scratch.kv[slot, h, rows, pl.ds(columns.start, columns.lanes)]
+        return columns.elements(lanes, op.hbm.q.dtype)
+
+    key = elements(k)
+    return key, key if k.is_same(v) else elements(v)
 
 
 def _visible(op: Operands, tile: Tile, key: jax.Array) -> jax.Array:
@@ -137,13 +145,14 @@ def _written(
     return (position >= tile.first_page * op.block_size) & (position < tile.end)
 
 
-def _scales(op: Operands, h, which: int, j, slot) -> jax.Array | None:
-    """f32[1, keys]: scales of K (0) or V (1) of a product's keys; None for plain pools."""
+def _scales(op: Operands, h, j, slot) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """f32[1, keys]: scales of K and of V of a product's keys; None for plain pools."""
     if op.scratch.scales is None:
-        return None
+        return None, None
     pages = op.static.keys // op.block_size
-    rows = [op.scratch.scales[slot, j * pages + n, h, which][None] for n in range(pages)]
-    return jnp.concatenate(rows, axis=-1)
+    words = [op.scratch.scales[slot, j * pages + n, pl.ds(h, 1)] for n in range(pages)]
+    words = jnp.concatenate(words, axis=-1)
+    return k_scales(words), v_scales(words)
 
 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:

@@ -4,10 +4,10 @@ A fetch must be large enough that the bytes in flight cover the latency of memor
 
     bytes of a fetch >= latency * bandwidth
 
-A tile of rows uses each K/V byte for `2 * rows / itemsize` FLOPs. A prefill tile is made so tall
+A tile of rows does `4 * rows * D` FLOPs with the K and V of a key. A prefill tile is made so tall
 that the products take as long as the fetches (Williams et al., "Roofline", CACM 52(4), 2009):
 
-    rows >= FLOP/s / bandwidth * itemsize / 2
+    rows >= FLOP/s / bandwidth * bytes of a row / (4 * D)
 
 but a tall tile of a causal chunk also multiplies more keys that no row of it sees, and so does a
 wide product. Among the tiles whose chunk of 512 tokens costs at most `MOST_PADDING` times its
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kernel_shape import AttentionShape
+from pallas_kernels.tpu_columns import LANES, Columns, kv_columns
 
-LANES = 128
 LATENCY_S = 2e-6  # from the start of a DMA to its bytes in VMEM, rounded up
 CHUNK = 512
 MOST_PADDING = 1.3
@@ -64,17 +64,27 @@ class KernelShape(AttentionShape):
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Of the operands of both products; sums are float32."""
-        return jnp.dtype(jnp.float32 if self.kv_dtype == jnp.float32 else jnp.bfloat16)
+        return jnp.dtype(jnp.float32 if self.kv.k == jnp.float32 else jnp.bfloat16)
 
     @property
-    def width(self) -> int:
-        """Lanes of q and the result: D, or 2 * D where K and V share lane tiles."""
-        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
+    def columns(self) -> tuple[Columns, Columns]:
+        """Of both products; as wide as q and as the result."""
+        return kv_columns(self.kv, self.row)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of K and V of a token and KV head."""
+        return self.row.width * self.kv.element.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a token and KV head."""
+        return 4 if self.kv.has_scales else 0
 
     @property
     def alignment(self) -> int:
         """Rows of a sublane tile of the pool."""
-        return sublanes(self.kv_dtype)
+        return sublanes(self.kv.element)
 
     def row_group(self, *, is_decode: bool) -> int:
         """Rows of a token and KV head: a decode's fill a sublane tile, others share them."""
@@ -157,11 +167,11 @@ def vmem_limit(shape: KernelShape, sizes: TileSizes, info: pltpu.TpuInfo) -> int
 
 def _roofline_rows(shape: KernelShape, info: pltpu.TpuInfo) -> float:
     flops_per_byte = info.bf16_ops_per_second / info.mem_bw_bytes_per_second
-    return flops_per_byte * shape.kv_dtype.itemsize / 2
+    return flops_per_byte * shape.row_bytes / (4 * shape.head_dim)
 
 
 def _product_keys(shape: KernelShape) -> int:
-    return math.lcm(LANES, shape.block_size) if shape.is_quantized else LANES
+    return math.lcm(LANES, shape.block_size) if shape.kv.has_scales else LANES
 
 
 def _unit_pages(shape: KernelShape) -> int:
@@ -172,7 +182,7 @@ def _unit_pages(shape: KernelShape) -> int:
 def _fit(shape: KernelShape, info: pltpu.TpuInfo, tile: int, *, is_decode: bool) -> TileSizes:
     """As many pages a fetch as cover the latency, exist and fit."""
     unit, keys = _unit_pages(shape), _product_keys(shape)
-    page_bytes = shape.kv_heads * shape.block_size * 2 * shape.head_dim * shape.kv_dtype.itemsize
+    page_bytes = shape.kv_heads * shape.block_size * shape.row_bytes
     wanted = LATENCY_S * info.mem_bw_bytes_per_second / page_bytes
     existing = -(-shape.num_keys // (unit * shape.block_size))
     units = max(1, min(math.ceil(wanted / unit), existing))
@@ -193,13 +203,13 @@ def _budget(info: pltpu.TpuInfo) -> int:
 def _vmem(shape: KernelShape, sizes: TileSizes) -> int:
     """Bytes of the kernel's scratch (see `tpu_kernel.Scratch`), lanes and sublanes padded."""
     rows = shape.row_group(is_decode=sizes.tile == 1) * sizes.tile
-    lanes = -(-shape.width // LANES) * LANES
+    k, v = shape.columns
     span = sizes.pages * shape.block_size
-    kv_lanes = -(-2 * shape.head_dim // LANES) * LANES
-    of_rows = rows * (2 * lanes * (shape.compute_dtype.itemsize + 4) + 2 * LANES * 4)
-    of_keys = (2 if sizes.tile == 1 else 4) * span * kv_lanes * shape.kv_dtype.itemsize
-    of_scales = 2 * sizes.pages * 8 * max(LANES, shape.block_size) * 4 if shape.is_quantized else 0
-    return shape.kv_heads * (of_rows + of_keys + of_scales)
+    of_rows = rows * (2 * (k.width * shape.compute_dtype.itemsize + v.width * 4) + 2 * LANES * 4)
+    of_keys = (2 if sizes.tile == 1 else 4) * span * shape.row_bytes
+    scale_rows = -(-shape.kv_heads // 8) * 8
+    of_scales = 2 * sizes.pages * scale_rows * max(LANES, shape.block_size) * shape.scale_bytes
+    return shape.kv_heads * (of_rows + of_keys) + of_scales
 
 
 def check_sizes(shape: KernelShape, sizes: TileSizes) -> None:
@@ -207,7 +217,7 @@ def check_sizes(shape: KernelShape, sizes: TileSizes) -> None:
     span = sizes.pages * shape.block_size
     if sizes.tile < 1 or sizes.pages < 1 or sizes.keys < 1 or span % sizes.keys:
         raise ValueError(f"{sizes}: keys must divide pages * block_size, {span}")
-    if sizes.keys % shape.block_size and shape.is_quantized:
+    if sizes.keys % shape.block_size and shape.kv.has_scales:
         raise ValueError(f"{sizes}: keys must be a multiple of the block size, {shape.block_size}")
     if sizes.tile > 1 and sizes.tile % shape.token_alignment:
         raise ValueError(f"{sizes}: tile must be a multiple of {shape.token_alignment}")

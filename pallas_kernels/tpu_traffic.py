@@ -137,7 +137,7 @@ class _Sequence:
         return dataclasses.replace(
             total,
             pages_distinct=len(distinct),
-            least_bytes=total.least_bytes + once * (_row_bytes(shape) + query_bytes),
+            least_bytes=total.least_bytes + once * (shape.row_bytes + query_bytes),
             least_products=shape.group * seen,
         )
 
@@ -145,8 +145,8 @@ class _Sequence:
         """All but what is counted once for a sequence; `then` is its next tile."""
         shape, size = self.shape, self.shape.block_size
         is_decode = self.query == 1
-        page_bytes = shape.kv_heads * size * _row_bytes(shape)
-        scale_bytes = shape.kv_heads * 2 * size * 4 if shape.is_quantized else 0
+        page_bytes = shape.kv_heads * size * shape.row_bytes
+        scale_bytes = shape.kv_heads * size * shape.scale_bytes
         needed = self.needed(tile)
         fetched = [p for p in tile.pages if p * size < self.old or self.keeps_more(p)]
         touched = [page for page in tile.pages if (page + 1) * size > self.old]
@@ -155,8 +155,8 @@ class _Sequence:
         part_bytes = page_bytes * shape.alignment // size if is_decode else page_bytes
         begins_page = is_decode and self.old % size == 0
         rows = sizes.tile * shape.row_group(is_decode=is_decode)
-        of_row = shape.kv_heads * shape.width
-        new_bytes = new_rows * shape.kv_heads * _row_bytes(shape)
+        k, v = shape.columns
+        new_bytes = new_rows * shape.kv_heads * shape.row_bytes
         return Traffic(
             pages_fetched=len(fetched),
             pages_needed=len(needed),
@@ -165,16 +165,11 @@ class _Sequence:
             + begins_page * part_bytes
             + len(tile.pages) * scale_bytes
             + new_bytes
-            + rows * of_row * shape.compute_dtype.itemsize,
-            bytes_written=len(written) * part_bytes + rows * of_row * 4,
+            + rows * shape.kv_heads * k.width * shape.compute_dtype.itemsize,
+            bytes_written=len(written) * part_bytes + rows * shape.kv_heads * v.width * 4,
             least_bytes=len(needed) * (page_bytes + scale_bytes),
             products=rows * _multiplied_keys(tile, size, sizes.keys),
         )
-
-
-def _row_bytes(shape: KernelShape) -> int:
-    """Of K and V of a token and KV head."""
-    return 2 * shape.head_dim * shape.kv_dtype.itemsize
 
 
 def _multiplied_keys(tile: _Tile, block_size: int, keys: int) -> int:

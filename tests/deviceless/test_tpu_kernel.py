@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    FORMATS,
     RaggedBatch,
-    head_lanes,
     most_table_entries,
     paged_attention,
     paged_attention_and_write,
@@ -16,18 +16,18 @@ from pallas_kernels import (
 from tests.deviceless.targets import Compiled, compile_for
 
 CHIPS = ("v5e", "v6e", "v7x")
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
-HEADS = {64: (6, 2), 80: (2, 2), 96: (14, 2), 128: (8, 2), 256: (4, 1)}
-"""Query and KV heads by head size: groups of 3, 1, 7 and 4."""
+NAMES = ("float32", "bfloat16", "fp8", "int8", "int4", "k8v4")
+HEADS = {64: (6, 2), 80: (14, 2), 128: (8, 2), 256: (2, 2)}
+"""Query and KV heads by head size: groups of 3, 7, 4 and 1."""
 MANY_HEADS = (32, 8)
-BLOCK_SIZE, NUM_BLOCKS = 64, 4096
-MATRIX = list(itertools.product(CHIPS, DTYPES, HEADS))
-PAIRS = [case for n, case in enumerate(MATRIX) if n % 7 == 0]  # all chips, dtypes and head sizes
+NUM_BLOCKS = 4096
+MATRIX = list(itertools.product(CHIPS, NAMES, HEADS))
+PAIRS = [case for n, case in enumerate(MATRIX) if n % 7 == 0]  # all chips, formats and head sizes
 
 
 def compile_kernel(
     chip: str,
-    dtype: str,
+    name: str,
     head_dim: int,
     *,
     heads: tuple[int, int] | None = None,
@@ -37,10 +37,10 @@ def compile_kernel(
 ) -> tuple[Compiled, jax.ShapeDtypeStruct]:
     """Compile attention of 64 rows with a window; sinks and a soft cap in turns."""
     num_heads, kv_heads = heads or HEADS[head_dim]
-    lanes, num_seqs = head_lanes(head_dim, "tpu"), table[0]
-    pool = jax.ShapeDtypeStruct((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * lanes), dtype)
-    is_quantized = pool.dtype.itemsize == 1
-    scales = (*pool.shape[:3], 2, BLOCK_SIZE)
+    kv, num_seqs = FORMATS[name], table[0]
+    block_size, width = 128 if kv.has_scales else 64, kv.row(head_dim, "tpu").width
+    pool = jax.ShapeDtypeStruct((2, NUM_BLOCKS, kv_heads, block_size, width), kv.element)
+    scales = jax.ShapeDtypeStruct(pool.shape[:4], jnp.uint32) if kv.has_scales else None
     number = jax.ShapeDtypeStruct((), jnp.int32)
     row = jax.ShapeDtypeStruct((64, kv_heads, head_dim), jnp.float32)
     batch = RaggedBatch(
@@ -55,6 +55,7 @@ def compile_kernel(
             "soft_cap": 30.0 if head_dim > 80 else None,
             "window": window,
             "sinks": sinks,
+            "kv_dtype": kv,
             "implementation": "mosaic_tpu",
             "batch_invariant": batch_invariant,
         }
@@ -66,7 +67,7 @@ def compile_kernel(
         chip,
         attend,
         pool,
-        jax.ShapeDtypeStruct(scales, jnp.float32) if is_quantized else None,
+        scales,
         jax.ShapeDtypeStruct((64, num_heads, head_dim), jnp.float32),
         row,
         row,
@@ -79,23 +80,23 @@ def compile_kernel(
     return compiled, pool
 
 
-def assert_compiles_in_place(chip: str, dtype: str, head_dim: int, **options) -> None:
-    compiled, pool = compile_kernel(chip, dtype, head_dim, **options)
+def assert_compiles_in_place(chip: str, name: str, head_dim: int, **options) -> None:
+    compiled, pool = compile_kernel(chip, name, head_dim, **options)
     size = pool.size * pool.dtype.itemsize
     assert compiled.alias_bytes >= size
     assert compiled.temp_bytes < size / 4
     assert not compiled.copies_of(pool.shape)
 
 
-@pytest.mark.parametrize(("chip", "dtype", "head_dim"), PAIRS)
-def test_compiles_and_writes_in_place(chip, dtype, head_dim):
-    assert_compiles_in_place(chip, dtype, head_dim)
+@pytest.mark.parametrize(("chip", "name", "head_dim"), PAIRS)
+def test_compiles_and_writes_in_place(chip, name, head_dim):
+    assert_compiles_in_place(chip, name, head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "dtype", "head_dim"), [c for c in MATRIX if c not in PAIRS])
-def test_the_rest_of_the_matrix_compiles_and_writes_in_place(chip, dtype, head_dim):
-    assert_compiles_in_place(chip, dtype, head_dim)
+@pytest.mark.parametrize(("chip", "name", "head_dim"), [c for c in MATRIX if c not in PAIRS])
+def test_the_rest_of_the_matrix_compiles_and_writes_in_place(chip, name, head_dim):
+    assert_compiles_in_place(chip, name, head_dim)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

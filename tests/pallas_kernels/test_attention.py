@@ -44,7 +44,7 @@ def lengths(draw):
     return pairs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     lengths=lengths(),

@@ -7,38 +7,50 @@ import pytest
 
 from pallas_kernels import TileSizes, TpuTiles
 from tests.pallas_kernels.ragged_cases import Lengths, bits, chunked, make_case, random_lengths
-from tests.pallas_kernels.tpu_cases import Setup, check, simulate
+from tests.pallas_kernels.tpu_cases import Setup, check, kept_as, simulate
 
 
 def tiles(pages: int, keys: int, tile: int, chunk_keys: int) -> TpuTiles:
     return TpuTiles(TileSizes(1, pages, keys), TileSizes(tile, pages, chunk_keys))
 
 
+def bytes_of(
+    name: str, num_heads: int, kv_heads: int, head_dim: int, sizes: TpuTiles | None, **options
+) -> Setup:
+    """Of a pool of bytes."""
+    heads = (num_heads, kv_heads, head_dim)
+    return Setup(*heads, block_size=32, kv=kept_as(name), tiles=sizes, **options)
+
+
 FLOAT = Setup()
-BFLOAT = Setup(6, 2, 128, 128, 16, "bfloat16", tiles=tiles(2, 32, 16, 16))  # groups of 3
-FP8 = Setup(2, 1, 64, 64, 32, "float8_e4m3fn", tiles=tiles(2, 32, 16, 64))
+BFLOAT = Setup(  # groups of 3
+    6, 2, 128, block_size=16, kv=kept_as("bfloat16"), tiles=tiles(2, 32, 16, 16)
+)
 SETUPS = {
     "f32": FLOAT,
     "f32 with sinks and soft cap": Setup(
-        3, 3, 128, 128, tiles=tiles(3, 8, 16, 24), soft_cap=2.0, with_sinks=True
+        3, 3, 128, tiles=tiles(3, 8, 16, 24), soft_cap=2.0, with_sinks=True
     ),
     "f32 invariant": Setup(6, 2, batch_invariant=True, with_sinks=True, soft_cap=3.0),
     "f32 of one row": dataclasses.replace(FLOAT, num_rows=1),
     "bf16": BFLOAT,
     "bf16 invariant, five heads, padded lanes": Setup(
-        5, 1, 40, 64, 16, "bfloat16", tiles=tiles(2, 16, 16, 32), batch_invariant=True
+        5,
+        1,
+        40,
+        block_size=16,
+        kv=kept_as("bfloat16"),
+        tiles=tiles(2, 16, 16, 32),
+        batch_invariant=True,
     ),
-    "bf16 already written": dataclasses.replace(BFLOAT, writes=False, with_sinks=True),
-    "fp8": FP8,
-    "fp8 with scales, five heads, padded lanes": Setup(
-        5, 1, 32, 64, 32, "float8_e4m3fn", is_quantized=True, tiles=tiles(2, 32, 16, 64)
+    "fp8 with scales, five heads, padded lanes": bytes_of("fp8", 5, 1, 32, tiles(2, 32, 16, 64)),
+    "int8": bytes_of("int8", 2, 1, 64, tiles(2, 32, 16, 64)),
+    "int4 with sinks, already written": bytes_of(
+        "int4", 4, 2, 256, tiles(2, 64, 8, 32), writes=False, with_sinks=True
     ),
-    "int8 with scales and the cost model's sizes": Setup(
-        2, 2, 32, 64, 32, "int8", is_quantized=True, tiles=None
-    ),
-    "int8 with scales, already written": Setup(
-        4, 2, 64, 64, 32, "int8", is_quantized=True, tiles=tiles(2, 64, 8, 32), writes=False
-    ),
+    "int4, folded, five heads, padded halves": bytes_of("int4", 5, 1, 80, tiles(2, 32, 16, 64)),
+    "k8v4 in whole rows": bytes_of("k8v4", 2, 2, 64, tiles(2, 32, 16, 64)),
+    "k8v4 and the cost model's sizes": bytes_of("k8v4", 2, 1, 128, None),
 }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import TileSizes
+from pallas_kernels import FORMATS, TileSizes
 from pallas_kernels.tpu_tiles import (
     LATENCY_S,
     MOST_PADDING,
@@ -22,18 +22,26 @@ from pallas_kernels.tpu_tiles import (
 
 VERSIONS = ("TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X")
 CHIPS = {v: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[v], 1) for v in VERSIONS}
-DTYPES = {"float32": False, "bfloat16": False, "float8_e4m3fn": True, "int8": True}
+NAMES = ("float32", "bfloat16", "fp8", "int8", "int4", "k8v4")
+
+
+def shape_of(
+    name: str, kv_heads: int, group: int, head_dim: int, block_size: int, num_keys: int
+) -> KernelShape:
+    kv = FORMATS[name]
+    row = kv.row(head_dim, "tpu")
+    return KernelShape(kv_heads, group, row.head_dim(kv.k), block_size, num_keys, kv, row)
 
 
 def shapes() -> list[KernelShape]:
     """Every combination that the kernel takes."""
     every = itertools.product(
-        (1, 2, 3, 8, 16, 32), (1, 3, 4, 8), (64, 128, 192, 256), (16, 32, 64, 256), DTYPES.items()
+        NAMES, (1, 2, 3, 8, 32), (1, 3, 4, 8), (64, 128, 192, 256), (16, 32, 64, 256)
     )
     return [
-        KernelShape(heads, group, dim, size, keys, jnp.dtype(dtype), is_quantized)
-        for heads, group, dim, size, (dtype, is_quantized) in every
-        if size % sublanes(jnp.dtype(dtype)) == 0
+        shape_of(name, heads, group, dim, size, keys)
+        for name, heads, group, dim, size in every
+        if size % sublanes(FORMATS[name].element) == 0
         for keys in (size, 1 << 15)
     ]
 
@@ -49,13 +57,14 @@ def scratch_bytes(shape: KernelShape, sizes: TileSizes) -> int:
     f32 = jnp.dtype(jnp.float32)
     is_decode, span = sizes.tile == 1, sizes.pages * shape.block_size
     rows = sizes.tile * shape.row_group(is_decode=is_decode)
-    heads, both = shape.kv_heads, 2 * shape.head_dim
-    total = tiled(shape.compute_dtype, 2, heads, rows, shape.width)
-    total += tiled(f32, 2, heads, rows, shape.width) + 2 * tiled(f32, heads, rows, 1)
-    total += tiled(shape.kv_dtype, 2, heads, span, both)
-    total += tiled(shape.kv_dtype, 2, heads, 1 if is_decode else span, both)
-    if shape.is_quantized:
-        total += tiled(f32, 2, sizes.pages, heads, 2, shape.block_size)
+    heads, both, element = shape.kv_heads, shape.row.width, shape.kv.element
+    k, v = shape.columns
+    total = tiled(shape.compute_dtype, 2, heads, rows, k.width)
+    total += tiled(f32, 2, heads, rows, v.width) + 2 * tiled(f32, heads, rows, 1)
+    total += tiled(element, 2, heads, span, both)
+    total += tiled(element, 2, heads, 1 if is_decode else span, both)
+    if shape.kv.has_scales:
+        total += tiled(jnp.dtype(jnp.uint32), 2, sizes.pages, heads, shape.block_size)
     return total
 
 
@@ -81,7 +90,7 @@ def test_sizes_fit_in_half_of_vmem_and_are_valid(chip):
 
 
 def test_what_does_not_fit_in_vmem_is_refused_with_its_bytes():
-    shape = KernelShape(32, 1, 256, 256, 256, jnp.dtype(jnp.float32), False)
+    shape = shape_of("float32", 32, 1, 256, 256, 256)
     info = CHIPS["TPU_7X"]
     with pytest.raises(NotImplementedError, match="68419584 bytes of VMEM"):
         vmem_limit(shape, chunk_sizes(shape, info), info)
@@ -91,7 +100,7 @@ def test_what_does_not_fit_in_vmem_is_refused_with_its_bytes():
 def test_a_fetch_covers_the_latency_unless_the_context_or_vmem_is_smaller(chip):
     info = CHIPS[chip]
     for shape in shapes():
-        row_bytes = shape.kv_heads * 2 * shape.head_dim * shape.kv_dtype.itemsize
+        row_bytes = shape.kv_heads * shape.row.width * shape.kv.element.itemsize
         sizes = decode_sizes(shape, info)
         span = sizes.pages * shape.block_size
         twice = scratch_bytes(shape, TileSizes(1, 2 * sizes.pages, sizes.keys))
@@ -103,9 +112,9 @@ def test_a_fetch_covers_the_latency_unless_the_context_or_vmem_is_smaller(chip):
         assert surplus <= LATENCY_S * info.mem_bw_bytes_per_second, shape
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_are_taller_where_a_byte_has_to_serve_more_operations(dtype):
-    shape = KernelShape(8, 4, 128, 64, 1 << 15, jnp.dtype(dtype), DTYPES[dtype])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_are_taller_where_a_byte_has_to_serve_more_operations(name):
+    shape = shape_of(name, 8, 4, 128, 64, 1 << 15)
     chips = [info for name, info in CHIPS.items() if name != "TPU_V4"]  # its VMEM is too small
     chips.sort(key=intensity)
     rows = [chunk_sizes(shape, info).tile * shape.group for info in chips]
@@ -119,7 +128,7 @@ def intensity(info: pltpu.TpuInfo) -> float:
 
 def test_a_prefill_tile_reaches_the_roofline_where_padding_allows():
     for info, group in itertools.product(CHIPS.values(), (1, 4, 8)):
-        shape = KernelShape(8, group, 128, 64, 1 << 15, jnp.dtype(jnp.bfloat16), False)
+        shape = shape_of("bfloat16", 8, group, 128, 64, 1 << 15)
         tile = chunk_sizes(shape, info).tile
         reaches = tile * group >= intensity(info)
         assert reaches or chunk_padding(2 * tile) > MOST_PADDING
@@ -142,6 +151,6 @@ def chunk_padding(tile: int, chunk: int = 512, keys: int = 128) -> float:
     ],
 )
 def test_sizes_that_the_kernel_cannot_work_with_are_refused(sizes, reason):
-    shape = KernelShape(2, 3, 128, 32, 256, jnp.dtype(jnp.int8), True)
+    shape = shape_of("int8", 2, 3, 128, 32, 256)
     with pytest.raises(ValueError, match=reason):
         check_sizes(shape, sizes)

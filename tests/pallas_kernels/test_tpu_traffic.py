@@ -6,23 +6,34 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import TileSizes, TpuTiles, tpu_copies, tpu_kernel, tpu_softmax
+from pallas_kernels import FORMATS, TileSizes, TpuTiles, tpu_copies, tpu_kernel, tpu_softmax
 from pallas_kernels.tpu_tiles import KernelShape, best_tiles
 from pallas_kernels.tpu_traffic import Traffic, attention_traffic
 from tests.pallas_kernels.ragged_cases import Case, Lengths, bits, make_case, random_lengths
-from tests.pallas_kernels.tpu_cases import Setup, arguments, compile_anew
+from tests.pallas_kernels.tpu_cases import Setup, arguments, compile_anew, kept_as
 
 SETUPS = [
     Setup(),
     Setup(
-        6, 2, 128, 128, 16, "bfloat16", tiles=TpuTiles(TileSizes(1, 2, 32), TileSizes(16, 3, 16))
+        6,
+        2,
+        128,
+        block_size=16,
+        kv=kept_as("bfloat16"),
+        tiles=TpuTiles(TileSizes(1, 2, 32), TileSizes(16, 3, 16)),
     ),
-    Setup(2, 1, 64, 64, 32, "int8", True, tiles=TpuTiles(TileSizes(1, 2, 64), TileSizes(8, 2, 32))),
+    Setup(
+        2,
+        1,
+        192,
+        block_size=32,
+        kv=kept_as("k8v4"),
+        tiles=TpuTiles(TileSizes(1, 2, 64), TileSizes(8, 2, 32)),
+    ),
 ]
 READS = ("q_copy", "page_copy", "kept_copy", "new_copy", "scales_copy")
 COPIES = (*READS, "out_copy", "write_copy")
@@ -114,7 +125,7 @@ def batches(setup: Setup) -> list[tuple[Lengths, int | None]]:
     return [(chunks, None), (chunks, 7), ([(1, 1), (33, 64), (1, 64)], None), *at_random]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=[setup.kv_dtype for setup in SETUPS])
+@pytest.mark.parametrize("setup", SETUPS, ids=[str(setup.kv) for setup in SETUPS])
 def test_the_kernel_does_what_the_model_counts(setup, monkeypatch):
     counts = watch(monkeypatch)
     kernel = compile_anew(setup, "plain")
@@ -167,7 +178,9 @@ BLOCK = 64
 
 
 def model_shape(model: str) -> KernelShape:
-    return KernelShape(*MODELS[model], BLOCK, 1 << 15, jnp.dtype(jnp.bfloat16), False)
+    kv = FORMATS["bfloat16"]
+    kv_heads, group, head_dim = MODELS[model]
+    return KernelShape(kv_heads, group, head_dim, BLOCK, 1 << 15, kv, kv.row(head_dim, "tpu"))
 
 
 def model_traffic(
@@ -237,7 +250,7 @@ def test_pages_are_written_once():
     page_bytes = shape.kv_heads * BLOCK * 2 * shape.head_dim * 2
     for window in (None, 100):
         got, tiles = model_traffic("v5e", "llama-3.1-8b", [700], [1000], window)
-        results = -(-700 // tiles.chunk.tile) * tiles.chunk.tile * shape.group * shape.width * 4
+        results = -(-700 // tiles.chunk.tile) * tiles.chunk.tile * shape.group * shape.head_dim * 4
         pages = 999 // BLOCK - 300 // BLOCK + 1
         assert got.bytes_written == pages * page_bytes + results * shape.kv_heads
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import NO_WINDOW, TileSizes, TpuTiles
+from pallas_kernels import FORMATS, NO_WINDOW, KVFormat, TileSizes, TpuTiles
 from pallas_kernels.tpu_attention import tpu_attention
 from pallas_kernels.tpu_tiles import KernelShape
 from tests.pallas_kernels import ragged_cases
@@ -30,6 +30,11 @@ SIMULATED: dict[str, Any] = {
     "eager": dataclasses.replace(_races, dma_execution_mode="eager"),  # ... when it is started
     "plain": True,
 }
+
+
+def kept_as(name: str) -> KVFormat:
+    """A format by its name, as the kernel sees it: rotated or not, it does not know."""
+    return dataclasses.replace(FORMATS[name], is_rotated=False)
 
 
 @dataclasses.dataclass(frozen=True)
