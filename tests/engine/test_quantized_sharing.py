@@ -21,10 +21,14 @@ _NOT_AGAIN = (
     "test_best_of_returns_the_likeliest",  # by the numbers of the oracle
     "test_a_thousand_aborts",  # nothing of it depends on the pool's contents
 )
-for module, wanted in ((test_sharing, ("test_",)), (test_traps, _AGAIN)):
-    for name, test in vars(module).items():
-        if name.startswith(wanted) and not name.startswith(_NOT_AGAIN):
-            globals()[name] = test
+globals().update(
+    {
+        name: found
+        for module, wanted in ((test_sharing, ("test_",)), (test_traps, _AGAIN))
+        for name, found in vars(module).items()
+        if name.startswith(wanted) and not name.startswith(_NOT_AGAIN)
+    }
+)
 
 
 @pytest.fixture(autouse=True, params=["int8", "k8v4"])
