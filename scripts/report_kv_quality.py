@@ -242,6 +242,7 @@ def plot(rows: list[Quality], path: Path) -> None:
             axes.annotate(r.name, (r.token_bytes, r.kl), xytext=(5, 5), textcoords="offset points")
     axes.set(xscale="log", yscale="log", xlabel="bytes of a token", ylabel="KL divergence, nats")
     axes.grid(alpha=0.3, which="both")
+    axes.margins(0.15)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
