@@ -21,8 +21,13 @@ HEADS = {64: (6, 2), 80: (14, 2), 128: (8, 2), 256: (2, 2)}
 """Query and KV heads by head size: groups of 3, 7, 4 and 1."""
 MANY_HEADS = (32, 8)
 NUM_BLOCKS = 4096
-MATRIX = list(itertools.product(CHIPS, NAMES, HEADS))
-PAIRS = [case for n, case in enumerate(MATRIX) if n % 7 == 0]  # all chips, formats and head sizes
+PADDED = ("float32", "int4", "k8v4")  # one of each kind of row that is padded with head size 80
+MATRIX = [
+    (chip, name, head_dim)
+    for chip, name, head_dim in itertools.product(CHIPS, NAMES, HEADS)
+    if head_dim != 80 or name in PADDED
+]
+PAIRS = [case for n, case in enumerate(MATRIX) if n % 8 == 0]  # all chips, formats and head sizes
 
 
 def compile_kernel(

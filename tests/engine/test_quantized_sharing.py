@@ -16,7 +16,7 @@ from tests.engine import fresh, test_sharing, test_traps
 from tests.engine.tiny import generate
 
 pytestmark = pytest.mark.slow
-_AGAIN = ("test_trap_1_", "test_trap_6_", "test_trap_8_", "test_trap_13_")
+_AGAIN = ("test_trap_6_", "test_trap_8_")
 _NOT_AGAIN = (
     "test_best_of_returns_the_likeliest",  # by the numbers of the oracle
     "test_a_thousand_aborts",  # nothing of it depends on the pool's contents
