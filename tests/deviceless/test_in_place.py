@@ -102,7 +102,7 @@ def inputs_of_a_step(model, rows, backend, attention, kv_cache_dtype):
         model,
         limits,
         num_tokens=rows,
-        num_blocks=1024,
+        num_blocks=8192,  # scales so large that XLA does not keep all of them in VMEM
         platform=backend,
         attention=attention,
         kv_cache_dtype=kv_cache_dtype,
