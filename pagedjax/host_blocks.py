@@ -68,8 +68,7 @@ class HostBlocks:
     def __init__(self, cache: KVCache, num_blocks: int, max_copies: int):
         self._nowhere = cache.pool.shape[1]  # a target >= P is dropped
         self._contents = _empty(cache, num_blocks)
-        block_bytes = sum(x.nbytes for x in (cache.pool, cache.scales) if x is not None)
-        block_bytes //= self._nowhere
+        block_bytes = Blocks(cache.pool, cache.scales).nbytes // self._nowhere
         self._sizes = [n for n in _SIZES if n == _SIZES[0] or n * block_bytes <= _CALL_BYTES]
         self._copy_sizes = [*(n for n in _SIZES if n < max_copies), max_copies]
         self._pending: list[_Transfer] = []  # oldest first

@@ -104,11 +104,10 @@ class GpuShape(AttentionShape):
     def smem_bytes(self, sizes: GpuTileSizes, *, is_decode: bool) -> int:
         """Shared memory of one program."""
         fetched = self.fetched_keys(sizes, is_decode=is_decode)
-        ring = sizes.stages * fetched * self.row.width * self.kv.element.itemsize
-        scales = sizes.stages * fetched * 4 if self.kv.has_scales else 0
+        ring = sizes.stages * fetched * (self.row_bytes + self.scale_bytes)
         converted = sizes.keys * 2 * self.head_dim * 2 if self.is_converted else 0
         own = converted + TILE_ROWS * self.head_dim * 4 + TILE_ROWS * 4
-        return ring + scales + sizes.warpgroups * own + _OTHER_BYTES
+        return ring + sizes.warpgroups * own + _OTHER_BYTES
 
 
 def best_tiles(

@@ -28,6 +28,16 @@ class AttentionShape:
     kv: KVFormat
     row: Row
 
+    @property
+    def row_bytes(self) -> int:
+        """Of K and V of a token and KV head."""
+        return self.row.width * self.kv.element.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a token and KV head."""
+        return 4 if self.kv.has_scales else 0
+
     @classmethod
     def of(
         cls,

@@ -72,16 +72,6 @@ class KernelShape(AttentionShape):
         return kv_columns(self.kv, self.row)
 
     @property
-    def row_bytes(self) -> int:
-        """Of K and V of a token and KV head."""
-        return self.row.width * self.kv.element.itemsize
-
-    @property
-    def scale_bytes(self) -> int:
-        """Of a token and KV head."""
-        return 4 if self.kv.has_scales else 0
-
-    @property
     def alignment(self) -> int:
         """Rows of a sublane tile of the pool."""
         return sublanes(self.kv.element)
