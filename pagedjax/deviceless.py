@@ -18,13 +18,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pagedjax.batch import Batch, build_batch
+from pagedjax.device_state import init_state
 from pagedjax.errors import CompilerNotInstalledError
 from pagedjax.hlo_text import Program
 from pagedjax.memory import pool_format
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
 from pagedjax.models.layout import param_formats
-from pagedjax.runner import init_state
 from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import EngineState

@@ -19,6 +19,7 @@ from pagedjax.cache_stats import CacheStats
 from pagedjax.compilation_cache import enable_compilation_cache
 from pagedjax.compile_log import CompileLog
 from pagedjax.config import EngineConfig
+from pagedjax.device_state import choose_attention, init_state
 from pagedjax.errors import ConfigError, InvalidRequestError
 from pagedjax.memory import default_block_size, pool_format, size_pool
 from pagedjax.metrics import EngineMetrics, EngineSnapshot
@@ -32,7 +33,7 @@ from pagedjax.plan import StepPlan
 from pagedjax.preemption import PreemptionPolicy
 from pagedjax.prompts import Prompt, prompt_token_ids
 from pagedjax.request import FinishReason, Request, derived_seed
-from pagedjax.runner import Runner, choose_attention, init_state
+from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams, check_vocabulary
 from pagedjax.scheduler import Scheduler
 from pagedjax.scheduler_config import SchedulerConfig

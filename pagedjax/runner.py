@@ -3,16 +3,14 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from pagedjax.batch import Batch, build_batch, stop_input
 from pagedjax.buckets import Buckets
 from pagedjax.compile_log import CompileLog
 from pagedjax.decode_ahead import decode_ahead
-from pagedjax.errors import ConfigError, InvalidRequestError
+from pagedjax.errors import InvalidRequestError
 from pagedjax.host_blocks import HostBlocks
 from pagedjax.logits import LogitsProcessor, check_processor
-from pagedjax.memory import pool_shape
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params
 from pagedjax.plan import BlockTransfers, StepPlan
@@ -21,9 +19,8 @@ from pagedjax.sampler import begin
 from pagedjax.sampling_input import SlotState
 from pagedjax.sampling_rows import SamplingRows
 from pagedjax.scheduler_config import SchedulerConfig
-from pagedjax.slot_start import empty_slots, slot_start
+from pagedjax.slot_start import slot_start
 from pagedjax.step import EngineState, StepOutput, step
-from pallas_kernels import Implementation, KVFormat, choose_implementation, storage_dtype
 
 MAX_PROCESSORS = 16
 
@@ -31,52 +28,6 @@ MAX_PROCESSORS = 16
 _step = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
 _decode_ahead = jax.jit(decode_ahead, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 _begin = jax.jit(begin, donate_argnums=0)
-
-
-def choose_attention(
-    wanted: Implementation | None,
-    model: DecoderConfig,
-    limits: SchedulerConfig,
-    kv_format: KVFormat,
-    platform: str,
-) -> Implementation:
-    """The kernel that reads the pool; None wants the best for the platform.
-
-    Raises:
-      ConfigError: the named one cannot serve this model with these limits.
-    """
-    try:
-        return choose_implementation(
-            wanted,
-            platform,
-            kv_format=kv_format,
-            storage=storage_dtype(kv_format.element, platform),
-            block_size=limits.block_size,
-            num_seqs=limits.max_num_seqs,
-            table_width=limits.table_width,
-            head_dim=kv_format.row(model.head_dim, platform).head_dim(kv_format.k),
-            group=model.num_heads // model.num_kv_heads,
-        )
-    except NotImplementedError as error:
-        raise ConfigError(f"attention: {error}") from error
-
-
-def init_state(
-    model: DecoderConfig,
-    limits: SchedulerConfig,
-    *,
-    num_blocks: int,
-    kv_format: KVFormat,
-    platform: str,
-    attention: Implementation | None = None,
-    batch_invariant: bool = False,
-) -> EngineState:
-    """An empty pool of `num_blocks` blocks, all zero, and empty slots."""
-    shape = pool_shape(model, limits.block_size, num_blocks, kv_format, platform)
-    pool = jnp.zeros(shape, storage_dtype(kv_format.element, platform))
-    scales = jnp.zeros(shape[:-1], jnp.uint32) if kv_format.has_scales else None
-    cache = KVCache(pool, scales, kv_format, attention, batch_invariant)
-    return EngineState(cache, empty_slots(limits.max_num_seqs, model.vocab_size))
 
 
 class Runner:

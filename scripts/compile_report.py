@@ -43,6 +43,7 @@ from rich.table import Table
 
 from pagedjax.batch import Batch
 from pagedjax.config import KVCacheDtype
+from pagedjax.device_state import choose_attention
 from pagedjax.deviceless import (
     TARGETS,
     Compiled,
@@ -58,7 +59,6 @@ from pagedjax.memory import default_num_blocks, pool_format
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
 from pagedjax.ptxas import KernelResources, kernel_resources
-from pagedjax.runner import choose_attention
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import EngineState, step
 from pallas_kernels import Implementation

@@ -36,12 +36,12 @@ from rich.table import Table
 
 from pagedjax.config import EngineConfig
 from pagedjax.demo import GEMMA_3_270M
+from pagedjax.device_state import init_state
 from pagedjax.host_memory import keep_freed_memory
 from pagedjax.loader import load_model
 from pagedjax.memory import block_bytes
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import KVCache, Params, StepInput, bind
-from pagedjax.runner import init_state
 from pagedjax.scheduler_config import SchedulerConfig
 from pallas_kernels import FORMATS, KVFormat
 
