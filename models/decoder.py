@@ -11,6 +11,7 @@ its place in it by scanned integers (group, index in the group, window, rope).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -26,8 +27,8 @@ from pagedjax.models.rope import apply_rope, rope_table
 from pallas_kernels import (
     Implementation,
     KVFormat,
-    Layout,
     RaggedBatch,
+    dense_attention,
     paged_attention_and_write,
     plan_attention,
     slot_mapping,
@@ -92,6 +93,10 @@ class _LayerInfo:
     rope: jax.Array
 
 
+_Attend = Callable[..., tuple[jax.Array, Any]]
+"""q [N, H, D], k and v [N, KVH, D], the cache, the layer -> f32[N, H, D], the cache."""
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """RMS norm over the last axis (Zhang and Sennrich, arXiv:1910.07467), in float32."""
     scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -121,37 +126,19 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        cache: KVCache,
+        cache: KVCache | None,
         info: _LayerInfo,
-        step: StepInput,
         rope: tuple[jax.Array, jax.Array],
-        slots: tuple[jax.Array, jax.Array],
-        layout: Layout | None,
-    ) -> tuple[jax.Array, KVCache]:
-        """x f32[N, hidden]; rope f32[R, N, D / 2] each; slots i32[G, N] each."""
+        attend: _Attend,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """x f32[N, hidden]; rope f32[R, N, D / 2] each."""
         c = self.config
         q, k, v = self._project(x, rope[0][info.rope], rope[1][info.rope])
-        attended, pool, scales = paged_attention_and_write(
-            q,
-            k,
-            v,
-            cache.pool,
-            cache.scales,
-            info.index,
-            step.of_group(info.group),
-            slots=(slots[0][info.group], slots[1][info.group]),
-            layout=layout,
-            sm_scale=c.attn_scale,
-            soft_cap=c.attn_soft_cap,
-            window=info.window,
-            kv_dtype=cache.kv_format,
-            implementation=cache.implementation,
-            batch_invariant=cache.batch_invariant,
-        )
+        attended, cache = attend(q, k, v, cache, info)
         attended = linear(attended.reshape(len(x), -1), self.out[...], c.dtype)
         x = x + self._norm(attended, self.post_attn_norm)
         x = x + self._norm(self._mlp(self._norm(x, self.mlp_norm)), self.post_mlp_norm)
-        return x, dataclasses.replace(cache, pool=pool, scales=scales)
+        return x, cache
 
     def _project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array
@@ -203,22 +190,83 @@ class Decoder(nnx.Module):
         Raises:
           AssertionError: at trace time, shapes or dtypes that do not fit the configuration.
         """
-        c = self.config
         self._check(token_ids, step, cache)
+        attend = self._paged(len(token_ids), step, cache)
+        return self._run(token_ids, step.positions, cache, attend)
+
+    def without_cache(self, token_ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """i32[S, L] whole sequences -> f32[S, L, hidden] before the final norm; differentiable.
+
+        The layers are those of `__call__`, over attention that needs no pool. For the gradient
+        every layer is computed again (`jax.checkpoint`), so that one layer's values exist at a
+        time.
+
+        Args:
+          mask: bool[S, L], which are tokens; the others are padding, wherever it stands.
+        """
+        c = self.config
+        positions = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: None, info: _LayerInfo
+        ) -> tuple[jax.Array, None]:
+            q, k, v = (x.reshape(*mask.shape, *x.shape[1:]) for x in (q, k, v))
+            attended = dense_attention(
+                q,
+                k,
+                v,
+                positions,
+                mask,
+                sm_scale=c.attn_scale,
+                soft_cap=c.attn_soft_cap,
+                window=info.window,
+                dtype=c.dtype,
+            )
+            return attended.reshape(-1, *attended.shape[2:]), None
+
+        flat = jnp.where(mask, token_ids, 0).reshape(-1), positions.reshape(-1)
+        hidden, _ = self._run(*flat, None, attend, remat=True)
+        return hidden.reshape(*mask.shape, -1)
+
+    def _run(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: KVCache | None,
+        attend: _Attend,
+        *,
+        remat: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """Embed i32[N] tokens and run all layers; `cache` rides along from one to the next."""
+        c = self.config
         x = self.embed[...][token_ids].astype(jnp.float32) * c.embed_scale
-        rope = rope_table(c.ropes, c.head_dim, step.positions)
+        rope = rope_table(c.ropes, c.head_dim, positions)
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
+            hidden, cache = carry
+            state, info = scanned
+            return nnx.merge(graph, state)(hidden, cache, info, rope, attend), None
+
+        body = jax.checkpoint(layer) if remat else layer
+        (x, cache), _ = lax.scan(body, (x, cache), (stacked, self._layer_info()))
+        return x, cache
+
+    def _paged(self, num_rows: int, step: StepInput, cache: KVCache) -> _Attend:
+        """Attention over the pool, which gets the new keys and values; what all layers share."""
+        c = self.config
         block_size, num_blocks = cache.pool.shape[3], cache.pool.shape[1]
         slots = jax.vmap(
             lambda table: slot_mapping(
                 RaggedBatch(step.query_start, step.context_lens, table),
-                len(token_ids),
+                num_rows,
                 block_size=block_size,
                 num_blocks=num_blocks,
             )
         )(step.block_tables)
         layout = plan_attention(
             step.of_group(0),
-            len(token_ids),
+            num_rows,
             c.num_heads,
             c.head_dim,
             cache.pool,
@@ -227,16 +275,30 @@ class Decoder(nnx.Module):
             implementation=cache.implementation,
             batch_invariant=cache.batch_invariant,
         )
-        graph, stacked = nnx.split(self.layers)
 
-        def layer(carry: tuple, scanned: tuple) -> tuple[tuple, None]:
-            hidden, cache = carry
-            state, info = scanned
-            block = nnx.merge(graph, state)
-            return block(hidden, cache, info, step, rope, slots, layout), None
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, info: _LayerInfo
+        ) -> tuple[jax.Array, KVCache]:
+            attended, pool, scales = paged_attention_and_write(
+                q,
+                k,
+                v,
+                cache.pool,
+                cache.scales,
+                info.index,
+                step.of_group(info.group),
+                slots=(slots[0][info.group], slots[1][info.group]),
+                layout=layout,
+                sm_scale=c.attn_scale,
+                soft_cap=c.attn_soft_cap,
+                window=info.window,
+                kv_dtype=cache.kv_format,
+                implementation=cache.implementation,
+                batch_invariant=cache.batch_invariant,
+            )
+            return attended, dataclasses.replace(cache, pool=pool, scales=scales)
 
-        (x, cache), _ = lax.scan(layer, (x, cache), (stacked, self._layer_info()))
-        return x, cache
+        return attend
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[M, hidden] rows of `__call__` -> f32[M, vocab]."""

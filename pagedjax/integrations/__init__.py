@@ -1,0 +1,1 @@
+"""Adapters for other libraries; each needs the extra of its name."""
