@@ -47,7 +47,9 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     chunks = jnp.sort(chunks, axis=-1)
     candidates = jnp.take_along_axis(x, chunks[:, :, None], axis=1)
     values, where = lax.top_k(candidates.reshape(num_seqs, -1), k)
-    # Where only the values are used, XLA:CPU would sort all candidates: 40 times slower.
-    values, where = lax.optimization_barrier((values, where))
+    # Where only the values are used, XLA:CPU would sort all candidates: 40 times slower. Of these
+    # two alone the barrier would be of the operation itself, which XLA cannot compile in a
+    # `shard_map` (jax 0.10).
+    values, where, chunks = lax.optimization_barrier((values, where, chunks))
     ids = jnp.take_along_axis(chunks, where // CHUNK, axis=1) * CHUNK + where % CHUNK
     return values, ids.astype(jnp.int32)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pagedjax import host_blocks
+from pagedjax import functional, host_blocks
 from pagedjax.batch import stop_input
 from pagedjax.decode_ahead import decode_ahead
 from pagedjax.deviceless import abstract_step, place_like_engine
 from pagedjax.memory import block_bytes, pool_shape
 from pagedjax.models.config import NO_WINDOW, DecoderConfig
-from pagedjax.models.decoder import KVCache
+from pagedjax.models.decoder import KVCache, abstract_params
 from pagedjax.models.rope import RopeConfig
 from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.step import step
@@ -82,7 +82,8 @@ def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attentio
     assert compiled.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# The others compile much the same loop in the test of a whole generation.
+@pytest.mark.parametrize("target", ["h200", "v7x"])
 def test_several_decode_steps_in_one_go_update_the_pool_in_place(target):
     model = decoder(WINDOWS["windowed"], "bfloat16")
     kernel = KERNELS.get(target, "xla")
@@ -181,3 +182,31 @@ def test_a_program_that_copies_the_pool_is_caught(target):
     compiled = compile_for(target, write_twice, pool, rows, ids, ids, donate=(0,))
     with pytest.raises(AssertionError):
         assert_in_place(compiled, pool)
+
+
+@pytest.mark.parametrize("target", ["v6e", "h200", "cpu"])
+def test_the_loop_of_a_whole_generation_updates_the_pool_in_place(target):
+    backend = platform(target)
+    model = decoder(WINDOWS["windowed"], "bfloat16")
+    init = functools.partial(
+        functional.init_cache,
+        model,
+        num_seqs=8,
+        max_len=2048,
+        num_blocks=8192,
+        block_size=128,
+        attention=KERNELS.get(target, "xla"),
+        platform=backend,
+    )
+    cache = jax.eval_shape(init)
+    ids, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 100), (2,)))
+    seeds = jax.ShapeDtypeStruct((8, 2), jnp.uint32)
+
+    def run(params, cache, ids, lens, seeds):
+        return functional.generate(
+            model, params, cache, ids, lens, seeds, n=4, max_tokens=16, max_num_batched_tokens=64
+        )
+
+    args = (abstract_params(model, backend), cache, ids, lens, seeds)
+    compiled = compile_for(target, run, *args, donate=(1,), place=place_like_engine)
+    assert_in_place(compiled, cache.kv.pool)

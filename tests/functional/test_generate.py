@@ -1,6 +1,5 @@
 """The loop on the device says what the engine says."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,10 +13,12 @@ from pagedjax.errors import ConfigError
 from pagedjax.finish_code import FinishCode
 from pagedjax.functional import Cache, Generation, Sampling
 from pagedjax.llm import LLM
+from pagedjax.logits import LogitsContext
 from pagedjax.models.config import DecoderConfig
 from pagedjax.outputs import CompletionOutput
 from pagedjax.sampling_params import SamplingParams
-from tests.engine.tiny import EOS, SLIDING, UNIFORM, tiny_engine, tiny_params, tiny_tokenizer
+from tests.engine.fresh import fresh_engine
+from tests.engine.tiny import EOS, SLIDING, UNIFORM, tiny_params, tiny_tokenizer
 
 MAX_TOKENS = 12
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [40], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7, 7, 7, 7]]
@@ -72,15 +73,17 @@ def assert_same(found: Generation, row: int, wanted: CompletionOutput) -> None:
         assert not row_values[length:].any()
 
 
-CASES = {
-    "greedy": (Sampling(temperature=0.0), {"temperature": 0.0}, 1),
-    "seeded": (Sampling(temperature=1.3), {"temperature": 1.3}, 3),
+CASES: dict[str, tuple[DecoderConfig, Sampling, dict, int]] = {
+    "greedy": (UNIFORM, Sampling(temperature=0.0), {"temperature": 0.0}, 1),
+    "seeded": (UNIFORM, Sampling(temperature=1.3), {"temperature": 1.3}, 3),
     "cut": (
+        SLIDING,
         Sampling(temperature=2.0, top_k=40, top_p=0.9, min_p=0.01),
         {"temperature": 2.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
         2,
     ),
     "penalties": (
+        UNIFORM,
         Sampling(
             presence_penalty=0.7,
             frequency_penalty=-0.5,
@@ -99,16 +102,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("config", [UNIFORM, SLIDING], ids=["uniform", "sliding"])
-def test_tokens_and_logprobs_are_those_of_the_engine(config: DecoderConfig, case: str) -> None:
-    sampling, fields, n = CASES[case]
+def test_tokens_and_logprobs_are_those_of_the_engine(case: str) -> None:
+    config, sampling, fields, n = CASES[case]
     params = [
         SamplingParams(
             max_tokens=MAX_TOKENS, seed=seed, n=n, stop_token_ids=STOPS, logprobs=0, **fields
         )
         for seed in (3, 2**40 + 5, 11, 12)
     ]
-    llm = LLM(tiny_engine(config, tiny_tokenizer()))
+    llm = LLM(fresh_engine(config, tokenizer=tiny_tokenizer()))
     wanted = [c for output in llm.generate(PROMPTS, params) for c in output.outputs]
     seeds = functional.engine_seeds([p.seed or 0 for p in params], n)
     cache, found = generate(
@@ -128,3 +130,151 @@ def test_tokens_and_logprobs_are_those_of_the_engine(config: DecoderConfig, case
         assert_same(found, row, completion)
     assert not np.asarray(found.overflow).any()
     assert_empty(cache)
+
+
+@functools.partial(jax.jit, static_argnames="num_blocks")
+def sampled(
+    params: Any, key: jax.Array, ids: jax.Array, order: jax.Array, num_blocks: int | None = None
+) -> tuple[Cache, Generation]:
+    """Two samples of each prompt; the prompts in another order."""
+    cache = cache_of(UNIFORM, 2 * len(PROMPTS), num_blocks=num_blocks)
+    prompts, lens = padded(PROMPTS)
+    prompts, lens = prompts[order], lens[order]
+    seeds = functional.request_seeds(key, ids, 2)
+    return functional.generate(
+        UNIFORM, params, cache, prompts, lens, seeds, n=2, max_tokens=MAX_TOKENS
+    )
+
+
+def test_a_random_stream_belongs_to_its_request_wherever_that_stands() -> None:
+    ids, order = jnp.array([4, 9, 2, 7], jnp.int32), jnp.array([2, 0, 3, 1], jnp.int32)
+    params, key = tiny_params(UNIFORM), jax.random.key(5)
+    same = jnp.arange(4, dtype=jnp.int32)
+    _, one = sampled(params, key, ids, same)
+    _, other = sampled(params, key, ids[order], order)
+    assert len({tuple(row) for row in np.asarray(one.token_ids).tolist()}) == 8
+    rows = (2 * np.asarray(order)[:, None] + np.arange(2)).ravel()
+    assert np.array_equal(np.asarray(one.token_ids)[rows], other.token_ids)
+    _, third = sampled(params, jax.random.key(6), ids, same)
+    assert not np.array_equal(one.token_ids, third.token_ids)
+
+
+def test_a_pool_that_is_too_small_is_told_as_data() -> None:
+    ids = jnp.arange(4, dtype=jnp.int32)
+    args = tiny_params(UNIFORM), jax.random.key(1), ids, ids
+    _, whole = sampled(*args)
+    cache, found = sampled(*args, num_blocks=19)
+    assert_empty(cache)
+    overflow = np.asarray(found.overflow)
+    assert overflow.any()
+    assert not overflow.all()
+    for row, is_short in enumerate(overflow.tolist()):
+        length = int(found.lengths[row])
+        code = FinishCode.OVERFLOW if is_short else FinishCode.LENGTH
+        assert int(found.finish_reasons[row]) == code
+        assert length < MAX_TOKENS if is_short else length == MAX_TOKENS
+        assert np.array_equal(found.token_ids[row, :length], whole.token_ids[row, :length])
+        np.testing.assert_allclose(found.logprobs[row, :length], whole.logprobs[row, :length], 1e-5)
+    _, none = sampled(*args, num_blocks=2)  # one block, and no prompt in front needs so few
+    assert not np.asarray(none.lengths).any()
+
+
+def test_a_training_step_around_it_has_no_callback_and_updates_the_pool_in_place() -> None:
+    params, cache = tiny_params(SLIDING), cache_of(SLIDING, 4)
+    prompts, lens = padded(PROMPTS)
+
+    def loss(params: Any, tokens: jax.Array, mask: jax.Array, weight: jax.Array) -> jax.Array:
+        return (functional.score(SLIDING, params, tokens, mask) * weight).sum()
+
+    def train_step(params: Any, cache: Cache, key: jax.Array) -> tuple:
+        seeds = functional.request_seeds(key, jnp.arange(4, dtype=jnp.int32))
+        cache, out = functional.generate(
+            SLIDING, params, cache, prompts, lens, seeds, max_tokens=MAX_TOKENS
+        )
+        tokens = jnp.concatenate([prompts, out.token_ids], axis=1)
+        given = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None] < lens[:, None]
+        mask = jnp.concatenate([given, out.mask], axis=1)
+        own = jnp.concatenate([jnp.zeros_like(given), out.mask], axis=1)
+        logprobs = functional.score(SLIDING, params, tokens, mask)[:, prompts.shape[1] :]
+        difference = jnp.abs(jnp.where(out.mask, logprobs - out.logprobs, 0)).max()
+        grads = jax.grad(loss)(params, tokens, mask, own.astype(jnp.float32))
+        return cache, jax.tree.map(lambda p, g: p + 1e-3 * g, params, grads), difference
+
+    jitted = jax.jit(train_step, donate_argnames="cache")
+    traced = jitted.trace(params, cache, jax.random.key(0))
+    assert "callback" not in str(traced.jaxpr)
+    compiled = traced.lower().compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.kv.pool.nbytes
+    new, trained, difference = compiled(params, cache, jax.random.key(0))
+    assert cache.kv.pool.is_deleted()
+    assert_empty(new)
+    assert float(difference) < 1e-5
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), params, trained)
+    assert all(value > 0 for value in jax.tree.leaves(moved))
+
+
+def test_it_runs_under_scan_and_shard_map() -> None:
+    params = tiny_params(UNIFORM)
+    prompts, lens = padded(PROMPTS)
+    seeds = functional.request_seeds(jax.random.key(3), jnp.arange(4, dtype=jnp.int32))
+
+    def two(cache: Cache, prompts: jax.Array, lens: jax.Array, seeds: jax.Array) -> tuple:
+        return functional.generate(UNIFORM, params, cache, prompts, lens, seeds, max_tokens=6)
+
+    @jax.jit
+    def by_scan() -> jax.Array:
+        pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), (prompts, lens, seeds))
+        _, out = jax.lax.scan(lambda c, pair: two(c, *pair), cache_of(UNIFORM, 2), pairs)
+        return out.token_ids.reshape(4, -1)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def shard(*own: jax.Array) -> jax.Array:
+        return two(cache_of(UNIFORM, 2), *own)[1].token_ids
+
+    by_shards = jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    alone = jax.jit(lambda: two(cache_of(UNIFORM, 4), prompts, lens, seeds)[1].token_ids)()
+    assert np.array_equal(by_scan(), alone)
+    assert np.array_equal(jax.jit(by_shards)(prompts, lens, seeds), alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"n": 2}, "4 prompts with n 2 are 8 sequences; the cache is for 4"),
+        ({"max_tokens": 39}, "need room for 49 tokens; a sequence of the cache has 48"),
+        ({"seeds": jnp.zeros((3, 2), jnp.uint32)}, "3 seeds; there are 4 sequences"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_when_it_is_traced(change: dict, message: str) -> None:
+    options = {"max_tokens": 4, "seeds": jnp.zeros((4, 2), jnp.uint32), **change}
+    seeds = options.pop("seeds")
+    cache = cache_of(UNIFORM, 4)
+    with pytest.raises(ConfigError, match=message):
+        functional.generate(
+            UNIFORM, tiny_params(UNIFORM), cache, *padded(PROMPTS), seeds, **options
+        )
+
+
+def test_a_logits_processor_sees_what_the_engine_shows_it() -> None:
+    def no_repeats(logits: jax.Array, context: LogitsContext) -> jax.Array:
+        seen = (context.output_counts > 0) | context.in_prompt
+        return jnp.where(seen, -jnp.inf, logits)
+
+    _, found = generate(
+        UNIFORM,
+        tiny_params(UNIFORM),
+        cache_of(UNIFORM, 4),
+        *padded(PROMPTS),
+        jnp.asarray(functional.engine_seeds([1, 2, 3, 4])),
+        max_tokens=MAX_TOKENS,
+        logits_processor=no_repeats,
+        logprobs=False,
+    )
+    for prompt, row in zip(PROMPTS, np.asarray(found.token_ids).tolist(), strict=True):
+        assert len(set(row)) == MAX_TOKENS
+        assert not set(row) & set(prompt)
+    assert not np.asarray(found.logprobs).any()
