@@ -9,7 +9,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.batch import RaggedBatch, row_sequences, slot_mapping
 from pallas_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks, write_kv
-from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.dense import dense_attention
 from pallas_kernels.gpu_tiles import GpuTiles, GpuTileSizes
 from pallas_kernels.implementations import Implementation, choose_implementation
 from pallas_kernels.kv_format import FORMATS, KVFormat, Row, plain_format

@@ -26,7 +26,7 @@ def score(
     time; for the gradient they are computed again, layer by layer and tile by tile.
 
     Args:
-      params: float arrays (see `models.decoder.as_values`) where a gradient is wanted.
+      params: floats (see `models.param_values.as_values`) where a gradient is wanted.
       token_ids: i32[S, L]. mask: bool[S, L], which are tokens; the others are padding, wherever it
         stands, so left-padded prompts in front of right-padded completions are one sequence each.
       temperature: that logits are divided by.
