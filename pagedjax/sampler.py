@@ -116,9 +116,10 @@ def token_logprobs(
     x = chunked(logits)
     top, top_ids = likeliest.top_k(x, width)
     largest = top[:, :1]
-    total = largest + _log_mass(x - largest[:, None], LOWEST)[:, None]
+    mass = _log_mass(x - largest[:, None], LOWEST)[:, None]
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    return (chosen - total)[:, 0], top_ids, top - total
+    # The difference of logits first: it is small where the logarithm has to be precise.
+    return (chosen - largest - mass)[:, 0], top_ids, top - largest - mass
 
 
 def _sample_tile(

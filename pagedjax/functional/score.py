@@ -53,8 +53,9 @@ def score(
     @jax.checkpoint
     def one(own: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = model.logits(own[0]) / temperature
+        logits -= lax.stop_gradient(logits.max(1, keepdims=True))
         chosen = jnp.take_along_axis(logits, own[1][:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=1)
+        return chosen - jnp.log(jnp.exp(logits).sum(1))
 
     found = lax.map(one, (tiles(hidden), tiles(jnp.where(wanted, token_ids, 0))))
     return jnp.where(wanted, found.reshape(-1)[:rows].reshape(num_seqs, length), 0.0)

@@ -1,9 +1,11 @@
 """Gemma 3 270M, real weights, against what transformers computed from the same file in float32."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedjax import functional
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.llm import LLM
@@ -70,4 +72,33 @@ def test_every_prompt_batched_as_recorded(gemma, parity_cases, block_size, chunk
         assert_as_recorded(output, case)
     llm.engine.scheduler.pool.check()
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_usable
+    jax.clear_caches()
+
+
+def test_the_loop_on_the_device_as_recorded(gemma, parity_cases):
+    """`functional.generate` gives what `LLM.generate` does, and `score` agrees with it."""
+    cases, config = list(parity_cases.values()), gemma.config
+    lens = np.array([len(case["prompt_ids"]) for case in cases], np.int32)
+    prompts = np.zeros((len(cases), lens.max()), np.int32)
+    for row, case in zip(prompts, cases, strict=True):
+        row[: case["n_prompt"]] = case["prompt_ids"]
+
+    @jax.jit
+    def run(params, prompts, lens):
+        cache = functional.init_cache(config, num_seqs=len(cases), max_len=WHOLE)
+        seeds, greedy = jnp.zeros((len(cases), 2), jnp.uint32), functional.Sampling(temperature=0)
+        _, out = functional.generate(
+            config, params, cache, prompts, lens, seeds, max_tokens=NEW_TOKENS, sampling=greedy
+        )
+        given = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None] < lens[:, None]
+        tokens = jnp.concatenate([prompts, out.token_ids], axis=1)
+        mask = jnp.concatenate([given, out.mask], axis=1)
+        return out, functional.score(config, params, tokens, mask)[:, prompts.shape[1] :]
+
+    out, scores = run(gemma.params, prompts, lens)
+    for row, case in enumerate(cases):
+        assert np.asarray(out.token_ids[row]).tolist() == case["continuation_ids"][:NEW_TOKENS]
+        wanted = case["step_logprobs"][:NEW_TOKENS]
+        np.testing.assert_allclose(out.logprobs[row], wanted, atol=2e-3, err_msg=case["name"])
+    np.testing.assert_allclose(scores, out.logprobs, atol=2e-5)
     jax.clear_caches()
