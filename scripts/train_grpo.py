@@ -99,7 +99,7 @@ def loss(
     gain = jnp.minimum(
         ratio * advantage[:, None], jnp.clip(ratio, 1 - clip, 1 + clip) * advantage[:, None]
     )
-    return -jnp.sum(gain * out.mask) / jnp.sum(out.mask)
+    return -jnp.where(out.mask, gain, 0.0).sum() / out.mask.sum(dtype=jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames="settings", donate_argnums=(0, 1, 2))
