@@ -1,6 +1,7 @@
 """The whole of generation in one loop on the device."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def generate(
     max_tokens: int,
     n: int = 1,
     sampling: Sampling | None = None,
-    stop_token_ids: ArrayLike = (),
+    stop_token_ids: ArrayLike | Sequence[int] = (),
     logits_processor: LogitsProcessor | None = None,
     logprobs: bool = True,
     pad_token_id: int = 0,
