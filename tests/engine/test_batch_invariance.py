@@ -256,9 +256,16 @@ LLAMA = dataclasses.replace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [64, 208])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", [GEMMA, LLAMA], ids=["gemma", "llama"])
+@pytest.mark.parametrize(
+    ("model", "dtype", "rows"),
+    [
+        (GEMMA, "float32", 64),
+        (GEMMA, "bfloat16", 208),
+        (LLAMA, "float32", 208),
+        (LLAMA, "bfloat16", 64),
+    ],
+    ids=["gemma-float32-64", "gemma-bfloat16-208", "llama-float32-208", "llama-bfloat16-64"],
+)
 def test_large_models_give_the_same_bits_in_random_schedules(model, dtype, rows):
     config = dataclasses.replace(model, dtype=dtype)
     params = random_params(config, "cpu")
