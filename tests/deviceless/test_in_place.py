@@ -58,15 +58,18 @@ def assert_in_place(compiled: Compiled, pool: jax.ShapeDtypeStruct) -> None:
     assert not compiled.copies_of(pool.shape)
 
 
+STEPS = [("bfloat16", "uniform", 64, "kernel", "k8v4"), ("float32", "windowed", 8, "xla", "int8")]
+PLAIN_STEP = ("bfloat16", "windowed", 256, "kernel", "auto")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "windows", "rows", "attention", "kv_cache_dtype"),
+    ("target", "dtype", "windows", "rows", "attention", "kv_cache_dtype"),
     [
-        ("bfloat16", "windowed", 256, "kernel", "auto"),
-        ("bfloat16", "uniform", 64, "kernel", "k8v4"),
-        ("float32", "windowed", 8, "xla", "int8"),
+        *((target, *case) for target in TARGETS for case in STEPS),
+        # The others compile it in the test of a whole generation.
+        *((target, *PLAIN_STEP) for target in ("v5e", "v7x")),
     ],
 )
-@pytest.mark.parametrize("target", TARGETS)
 def test_a_step_updates_the_pool_in_place(target, dtype, windows, rows, attention, kv_cache_dtype):
     model = decoder(WINDOWS[windows], dtype)
     kernel = KERNELS.get(target, "xla") if attention == "kernel" else "xla"
