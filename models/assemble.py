@@ -18,14 +18,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pagedjax.models.config import DecoderConfig
 from pagedjax.models.decoder import Params, abstract_params
 from pagedjax.models.errors import CheckpointError
-from pagedjax.models.families import FUSED_PARTS, TensorNames
+from pagedjax.models.families import TensorNames
+from pagedjax.models.parts import ParamPath, is_stacked, part_shape, parts_of, place_of
 from pagedjax.models.progress import progress_bar
 from pagedjax.models.tensor_file import TensorRef
 
 _BUFFER = 2**19  # elements read at once
 _ALIGNMENT = 64  # bytes; XLA:CPU takes over a host buffer so aligned without copying it
 
-Path = tuple[str, ...]  # of a parameter in the tree
 Source = tuple[str, int | None, TensorRef]  # part, layer, tensor
 
 
@@ -49,7 +49,7 @@ def assemble(config: DecoderConfig, checkpoint: Checkpoint, platform: str) -> Pa
       CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unsupported type;
         all before anything is read.
     """
-    expected: dict[Path, Any] = flatten_dict(abstract_params(config, platform))
+    expected: dict[ParamPath, Any] = flatten_dict(abstract_params(config, platform))
     plan = {path: _sources(path, config, checkpoint) for path in expected}
     _refuse_unknown(checkpoint, {ref.name for refs in plan.values() for *_, ref in refs})
     total = sum(ref.nbytes for refs in plan.values() for *_, ref in refs)
@@ -65,10 +65,10 @@ def assemble(config: DecoderConfig, checkpoint: Checkpoint, platform: str) -> Pa
     return unflatten_dict(params)
 
 
-def _sources(path: Path, config: DecoderConfig, checkpoint: Checkpoint) -> list[Source]:
+def _sources(path: ParamPath, config: DecoderConfig, checkpoint: Checkpoint) -> list[Source]:
     """Every tensor that goes into one parameter, checked."""
-    parts = FUSED_PARTS.get(path[-1], (path[-1],))
-    layers = range(config.num_layers) if path[0] == "layers" else [None]
+    parts = parts_of(path)
+    layers = range(config.num_layers) if is_stacked(path) else [None]
     return [
         (part, layer, _find(checkpoint, part, layer, part_shape(config, part)))
         for layer in layers
@@ -95,40 +95,10 @@ def _find(
     return ref
 
 
-def part_shape(config: DecoderConfig, part: str) -> tuple[int, ...]:
-    """Shape of the checkpoint tensor of a part."""
-    c = config
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    if part in ("q_norm", "k_norm"):
-        return (c.head_dim,)
-    if part.endswith("norm"):
-        return (c.hidden_size,)
-    return {
-        "embed": (c.vocab_size, c.hidden_size),
-        "head": (c.vocab_size, c.hidden_size),
-        "q": (queries, c.hidden_size),
-        "k": (keys, c.hidden_size),
-        "v": (keys, c.hidden_size),
-        "q_bias": (queries,),
-        "k_bias": (keys,),
-        "v_bias": (keys,),
-        "out": (c.hidden_size, queries),
-        "gate": (c.intermediate_size, c.hidden_size),
-        "up": (c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
-    }[part]
-
-
 def _place(config: DecoderConfig, part: str, array: np.ndarray) -> np.ndarray:
     """Where a part goes in its layer's parameter: a view whose leading axis splits its rows."""
-    if part in ("gate", "up"):
-        return array[("gate", "up").index(part)]
-    if part.removesuffix("_bias") in ("q", "k", "v"):
-        group = config.num_heads // config.num_kv_heads
-        heads = array.reshape(config.num_kv_heads, group + 2, config.head_dim, *array.shape[1:])
-        first = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, None)}
-        return heads[:, first[part[0]]]
-    return array
+    split, index = place_of(config, part, array.shape)
+    return array.reshape(split)[index]
 
 
 def _fill(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pagedjax.errors import (
         CheckpointError,
         ConfigError,
+        EngineAsleepError,
         EngineDeadError,
         InvalidRequestError,
         KernelCheckError,
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
         PagedJaxError,
         TokenizerError,
     )
+    from pagedjax.finish_code import FinishCode
     from pagedjax.llm import LLM
     from pagedjax.logits import LogitsContext, LogitsProcessor
     from pagedjax.metrics import EngineMetrics
     from pagedjax.options import RequestOptions
     from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from pagedjax.request import FinishReason, TokenLogprobs
+    from pagedjax.rollout import Rollout
     from pagedjax.sampling_params import SamplingParams
     from pagedjax.scoring import Score
     from pagedjax.tokenizer import Tokenizer
@@ -38,9 +41,11 @@ _HOME = {
     "CheckpointError": "errors",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "EngineAsleepError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineMetrics": "metrics",
+    "FinishCode": "finish_code",
     "FinishReason": "request",
     "InvalidRequestError": "errors",
     "KernelCheckError": "errors",
@@ -52,6 +57,7 @@ _HOME = {
     "RequestMetrics": "outputs",
     "RequestOptions": "options",
     "RequestOutput": "outputs",
+    "Rollout": "rollout",
     "SamplingParams": "sampling_params",
     "Score": "scoring",
     "TokenLogprobs": "request",
@@ -66,9 +72,11 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EngineAsleepError",
     "EngineConfig",
     "EngineDeadError",
     "EngineMetrics",
+    "FinishCode",
     "FinishReason",
     "InvalidRequestError",
     "KernelCheckError",
@@ -80,6 +88,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",
+    "Rollout",
     "SamplingParams",
     "Score",
     "TokenLogprobs",

@@ -18,10 +18,12 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import ConfigError, EngineDeadError, PagedJaxError
 from pagedjax.llm import engine_of
+from pagedjax.models.decoder import Params
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestOutput
 from pagedjax.prompts import Prompt
 from pagedjax.sampling_params import SamplingParams
+from pagedjax.weights import InFlight
 
 T = TypeVar("T")
 
@@ -118,6 +120,33 @@ class AsyncLLM:
             self._worker.abort(slot, request_id)
             return await slot.take()
 
+    async def update_params(self, params: Params, *, in_flight: InFlight = "finish") -> None:
+        """Go on with other weights; see `LLMEngine.update_params`. Returns when they are accepted.
+
+        With "finish", requests that have begun may not have come to their end by then.
+
+        Raises:
+          ConfigError: they do not fit, or were deleted; the engine goes on with those it has.
+          EngineDeadError: the engine failed, or this was closed.
+        """
+        await self._call(functools.partial(self.engine.update_params, params, in_flight=in_flight))
+
+    async def sleep(self) -> None:
+        """Free the device's memory but for the weights; see `LLMEngine.sleep`. Requests wait.
+
+        Raises:
+          EngineDeadError: the engine failed, or this was closed.
+        """
+        await self._call(self.engine.sleep)
+
+    async def wake(self) -> None:
+        """Let requests go on after `sleep`.
+
+        Raises:
+          EngineDeadError: the engine failed, or this was closed.
+        """
+        await self._call(self.engine.wake)
+
     async def close(self) -> None:
         """Abort all requests, whose tasks get an `EngineDeadError`, and end the thread.
 
@@ -157,6 +186,13 @@ class AsyncLLM:
                 "this AsyncLLM belongs to another event loop, that of its first call; make one "
                 "for each loop, or call it from that loop (asyncio.run_coroutine_threadsafe)"
             )
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        """Have the worker call a function, between steps."""
+        self._enter()
+        with self._slot() as slot:
+            self._worker.call(slot, function)
+            await slot.take()
 
     @contextmanager
     def _slot(self) -> Iterator["_Slot[Any]"]:
@@ -281,6 +317,10 @@ class _Worker:
         """Abort a request; whether there was one goes to the slot."""
         self._commands.put(functools.partial(self._abort, slot, request_id))
 
+    def call(self, slot: _Slot[bool], function: Callable[[], None]) -> None:
+        """Call a function; True, or the error that it raises, goes to the slot."""
+        self._commands.put(functools.partial(self._call, slot, function))
+
     def collect(self) -> tuple[dict[_Slot[Any], Any], bool]:
         """New values by slot, an exception being a value too; whether no more will come."""
         with self._lock:
@@ -301,7 +341,10 @@ class _Worker:
 
     def _take_commands(self) -> bool:
         """Do what is in the queue, and wait there for something to do; False to stop."""
-        while not self.engine.has_unfinished_requests() or not self._commands.empty():
+        engine = self.engine
+        while (
+            engine.is_sleeping or not engine.has_unfinished_requests() or not self._commands.empty()
+        ):
             command = self._commands.get()
             if command is None:
                 return False
@@ -326,6 +369,14 @@ class _Worker:
         if output is not None:
             self._post_outputs([output])
         self._post({slot: output is not None})
+
+    def _call(self, slot: _Slot[bool], function: Callable[[], None]) -> None:
+        try:
+            function()
+        except ConfigError as error:
+            self._post({slot: error})
+        else:
+            self._post({slot: True})
 
     def _post_outputs(self, outputs: list[RequestOutput]) -> None:
         values: dict[_Slot[Any], Any] = {}

@@ -4,8 +4,25 @@ from collections.abc import Container, Iterable
 
 from pagedjax.checked import require
 from pagedjax.errors import InvalidRequestError, TokenizerError
-from pagedjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from pagedjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from pagedjax.tokenizer import Tokenizer
+
+
+def bad_words_of(
+    params: SamplingParams, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of a request's bad words.
+
+    Raises:
+      InvalidRequestError: as for `bad_word_ids`, or something that it wants is text and there is no
+        tokenizer.
+    """
+    if tokenizer is not None:
+        return bad_word_ids(params.bad_words, tokenizer)
+    for name in ("stop", "bad_words"):
+        if getattr(params, name):
+            raise InvalidRequestError(f"{name} is text, and there is no tokenizer for it")
+    return ()
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pagedjax.checked import CheckedFields
 from pagedjax.errors import InvalidRequestError
-from pagedjax.sampling_params import MAX_LOGPROBS
+from pagedjax.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0  # keeps `length ** length_penalty` far from the limits of a float
@@ -140,6 +140,13 @@ class BeamSearch:
         self._finished: list[Hypothesis] = []  # best first, at most `beam_width`
 
     @property
+    def sampling(self) -> SamplingParams:
+        """What the device is asked for each beam."""
+        return SamplingParams(
+            max_tokens=self._max_tokens, temperature=0.0, logprobs=self.num_candidates
+        )
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing is left to advance."""
         return not self._live
@@ -169,6 +176,10 @@ class BeamSearch:
             going = []
         self._live = [_Beam(self._tokens(c), c.cumulative_logprob) for c in going]
         return going
+
+    def anew(self) -> "BeamSearch":
+        """The same search before its first step."""
+        return BeamSearch(self._params, self._stop_token_ids, self._max_tokens)
 
     def best(self) -> list[Hypothesis]:
         """The `num_return_sequences` best hypotheses, best first.
@@ -219,3 +230,17 @@ class BeamSearch:
 
     def _tokens(self, continuation: Continuation) -> tuple[int, ...]:
         return (*self._live[continuation.parent].token_ids, continuation.token_id)
+
+
+def start_search(params: BeamSearchParams, eos_ids: frozenset[int], room: int) -> BeamSearch:
+    """The search of a request, for a model with these end-of-sequence tokens.
+
+    Args:
+      room: tokens that the model leaves behind the prompt.
+
+    Raises:
+      InvalidRequestError: as for `BeamSearch`.
+    """
+    stop_ids = frozenset(params.stop_token_ids)
+    stop_ids = stop_ids if params.ignore_eos else stop_ids | eos_ids
+    return BeamSearch(params, stop_ids, min(params.max_tokens, room))

@@ -1,17 +1,16 @@
 """The engine: requests in, tokens out. schedule -> dispatch -> take what came back, once a step."""
 
-import dataclasses
 import functools
 import itertools
 import logging
 import time
-from collections import deque
+from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from pagedjax.bad_words import bad_word_ids
-from pagedjax.beam_search import BeamSearch, BeamSearchParams
+from pagedjax.bad_words import bad_words_of
+from pagedjax.beam_search import BeamSearch, BeamSearchParams, start_search
 from pagedjax.block_hash import private_root, root_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.buckets import Buckets
@@ -20,43 +19,29 @@ from pagedjax.compilation_cache import enable_compilation_cache
 from pagedjax.compile_log import CompileLog
 from pagedjax.config import EngineConfig
 from pagedjax.device_state import choose_attention, init_state
-from pagedjax.errors import ConfigError, InvalidRequestError
-from pagedjax.memory import default_block_size, pool_format, size_pool
-from pagedjax.metrics import EngineMetrics, EngineSnapshot
+from pagedjax.errors import EngineAsleepError, InvalidRequestError
+from pagedjax.limits import engine_limits
+from pagedjax.memory import pool_format, size_pool
+from pagedjax.metrics import EngineMetrics, take_snapshot
 from pagedjax.models.config import DecoderConfig
-from pagedjax.models.decoder import Params, check_same_shapes
+from pagedjax.models.decoder import Params
 from pagedjax.models.layout import place_params
 from pagedjax.options import RequestOptions
 from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import RequestOutput
-from pagedjax.plan import StepPlan
 from pagedjax.preemption import PreemptionPolicy
 from pagedjax.prompts import Prompt, prompt_token_ids
 from pagedjax.request import FinishReason, Request, derived_seed
 from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams, check_vocabulary
 from pagedjax.scheduler import Scheduler
-from pagedjax.scheduler_config import SchedulerConfig
 from pagedjax.self_check import working_attention
-from pagedjax.step import StepOutput
+from pagedjax.steps_in_flight import StepInFlight, StepsInFlight
 from pagedjax.tokenizer import Tokenizer
 from pagedjax.tracker import TrackedRequest
-from pallas_kernels import KVFormat
+from pagedjax.weights import InFlight, Weights, check_in_flight
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepInFlight:
-    """A step that was dispatched and whose results are not on the host.
-
-    `compiled`: it had to be compiled, which took time. `started`: seconds of a monotonic clock.
-    """
-
-    plan: StepPlan
-    output: StepOutput
-    compiled: bool
-    started: float
 
 
 class LLMEngine:
@@ -69,6 +54,8 @@ class LLMEngine:
 
     Attributes:
       pool_size: how much the KV pool holds; logged, too.
+      device: where it computes.
+      is_sleeping: see `sleep`.
 
     Raises:
       ConfigError: the settings do not fit the model or the memory.
@@ -85,9 +72,9 @@ class LLMEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config = config or EngineConfig()
-        device = jax.devices()[0]
+        device = self.device = jax.devices()[0]
         kv_format = pool_format(config.kv_cache_dtype, model)
-        self.limits = _limits(model, config, kv_format, device.platform)
+        self.limits = engine_limits(model, config, kv_format, device.platform)
         if config.compilation_cache:
             enable_compilation_cache()
         chosen = choose_attention(config.attention, model, self.limits, kv_format, device.platform)
@@ -106,7 +93,10 @@ class LLMEngine:
         )
         _log.info("KV cache: %s", self.pool_size)
         num_blocks, size = 1 + self.pool_size.num_blocks, self.pool_size.block_bytes
-        state = init_state(
+        # Committed to the device as every step's result is: a difference would compile twice.
+        here = SingleDeviceSharding(device)
+        self._init_state = functools.partial(
+            init_state,
             model,
             self.limits,
             num_blocks=num_blocks,
@@ -116,15 +106,12 @@ class LLMEngine:
             batch_invariant=config.deterministic,
         )
         num_host_blocks = (config.swap_space_bytes + config.host_cache_bytes) // size + 1
-        # Committed to the device as every step's result is: a difference would compile twice.
-        here = SingleDeviceSharding(device)
-        state, params = jax.device_put(state, here), place_params(params, here)
         self._eos_ids = frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.compiles = CompileLog()
         self.runner = Runner(
             model,
-            params,
-            state,
+            place_params(params, here),
+            jax.device_put(self._init_state(), here),
             self.limits,
             Buckets(config.max_num_seqs, self.limits.max_num_batched_tokens, config.deterministic),
             num_host_blocks=num_host_blocks,
@@ -141,14 +128,15 @@ class LLMEngine:
             BlockPool(num_host_blocks),
             self.preemption.prefers_swap,
         )
-        self.metrics = EngineMetrics(
-            functools.partial(_snapshot, self.scheduler, self.compiles, size, attention != chosen)
-        )
+        snapshot = functools.partial(take_snapshot, self.scheduler, self.compiles, size)
+        self.metrics = EngineMetrics(functools.partial(snapshot, attention != chosen))
         self._processor = OutputProcessor(self.scheduler, self.metrics)
-        self._in_flight: deque[_StepInFlight] = deque()
-        self._last_taken = 0.0
+        self._in_flight = StepsInFlight(self.preemption)
+        self._kept: list[RequestOutput] = []  # for the next step, when one could not return them
         self._arrivals = itertools.count()
-        self._weights_version = 0
+        self._private_roots = itertools.count()
+        self._weights = Weights(self.runner, here)
+        self.is_sleeping = False
 
     @property
     def cache_stats(self) -> CacheStats:
@@ -186,14 +174,8 @@ class LLMEngine:
           InvalidRequestError: as for `add_request`.
         """
         token_ids = self._token_ids(prompt)
-        stop_ids = frozenset(params.stop_token_ids)
-        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
-        max_tokens = min(params.max_tokens, self.limits.max_model_len - len(token_ids))
-        search = BeamSearch(params, stop_ids, max_tokens)
-        sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, logprobs=search.num_candidates
-        )
-        return self._add(token_ids, sampling, request_id, options, params.beam_width, search)
+        search = start_search(params, self._eos_ids, self.limits.max_model_len - len(token_ids))
+        return self._add(token_ids, search.sampling, request_id, options, params.beam_width, search)
 
     def abort(self, request_id: str, sample: int | None = None) -> RequestOutput | None:
         """End a request, or only one of its samples, early and return its blocks.
@@ -213,13 +195,16 @@ class LLMEngine:
             return None
         for seq in chosen:
             self._processor.finish(tracked, seq, FinishReason.ABORT)
-        return self._processor.report(tracked)
+        return self._report_abort(tracked)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._processor.tracked)
+        """Whether `step` has something to do, or to return."""
+        return bool(self._processor.tracked or self._kept)
 
     def is_unfinished(self, request_id: str) -> bool:
-        return request_id in self._processor.tracked
+        """Whether an output of a request is yet to come."""
+        kept = any(output.request_id == request_id for output in self._kept)
+        return kept or request_id in self._processor.tracked
 
     def step(self) -> list[RequestOutput]:
         """Dispatch the next step, then take the results of the one before it.
@@ -228,47 +213,88 @@ class LLMEngine:
 
         Returns:
           Outputs of the requests that got a token; there may be none yet.
+
+        Raises:
+          EngineAsleepError: the engine sleeps.
         """
+        self._check_awake()
         plan = self.scheduler.schedule()
         num_compiled, started = self.compiles.num_programs, time.monotonic()
         output = self.runner.dispatch(plan)
         self.scheduler.update(plan)
         if output is not None:
-            sampled = output.sampled
-            for values in jax.tree.leaves(sampled if plan.wants_logprobs else sampled.token_ids):
-                values.copy_to_host_async()  # so that it comes while the next step runs
             compiled = self.compiles.num_programs > num_compiled
-            self._in_flight.append(_StepInFlight(plan, output, compiled, started))
-        num_to_stay = 1 if self.config.async_scheduling and output is not None else 0
-        outputs: list[RequestOutput] = []
-        while len(self._in_flight) > num_to_stay:
-            outputs += self._take(self._in_flight.popleft())
-        if self.config.check_invariants:
-            self.scheduler.check()
-        return outputs
+            self._in_flight.add(StepInFlight(plan, output, compiled, started))
+        return self._take(1 if self.config.async_scheduling and output is not None else 0)
 
     def warmup(self) -> int:
         """Compile every shape a step can have; returns their number.
 
         `compiles` tells of each, at once with `compiles.on_compile`, and whether any came later.
-        """
-        return self.runner.warmup()
-
-    def update_params(self, params: Params) -> None:
-        """Go on with other weights of the same shapes. No cached prefix of the old ones is reused.
-
-        Requests that were added before keep the keys and values they have, and share no more.
 
         Raises:
-          ConfigError: names the parameter whose shape or dtype differs.
+          EngineAsleepError: the engine sleeps.
         """
-        check_same_shapes(self.runner.params, params)
-        here = jax.tree.leaves(self.runner.params)[0].sharding
-        self.runner.params = place_params(params, here)
-        self._weights_version += 1
-        self.reset_prefix_cache()
-        for tracked in self._processor.tracked.values():
-            tracked.request.begin_anew(private_root(next(self._arrivals)))
+        self._check_awake()
+        return self.runner.warmup()
+
+    @property
+    def weights_version(self) -> int:
+        """How many times other weights took effect; requests that begin now get these."""
+        return self._weights.version
+
+    def param_shardings(self) -> Any:
+        """Where each parameter is to be so that `update_params` need not copy it.
+
+        A tree like the parameters, of shardings or formats, as `jax.jit` takes for `out_shardings`.
+        """
+        return self._weights.shardings()
+
+    def update_params(self, params: Params, *, in_flight: InFlight = "finish") -> None:
+        """Go on with other weights of the same shapes. No request has tokens from both.
+
+        Parameters that are where `param_shardings` says are not copied: the engine reads the same
+        buffers, so they must live as long as it computes with them. Others are copied to there.
+        Blocks of the old weights are never found again, and make room when it is needed.
+
+        Args:
+          in_flight: "finish" lets requests that have begun come to their end with the weights that
+            they have, while all others wait for that, also new ones; so both are there meanwhile,
+            and of several updates the latest counts. "restart" has those that have begun begin
+            again from their prompt, with the same seed and place in the queue: their tokens are
+            dropped, those of finished samples too. Aborted samples stay so.
+
+        Raises:
+          ConfigError: names the parameter whose shape or dtype differs, or that was deleted.
+        """
+        check_in_flight(in_flight)
+        self._weights.propose(params)
+        if in_flight == "restart":
+            self._switch_weights()
+        else:
+            self.scheduler.hold()
+            self._switch_when_free()
+
+    def sleep(self) -> None:
+        """Free the KV pool and all other device state but the weights, until `wake`.
+
+        Running requests go on later with the same tokens; they compute their keys and values again.
+        What they have in host memory stays, as do prefixes there; those on the device are
+        forgotten. Meanwhile everything but `step` and `warmup` works. Sleeping twice does nothing.
+        """
+        if self.is_sleeping:
+            return
+        self._kept = self._take(0)
+        self.scheduler.preempt_all()
+        self.scheduler.pool.forget_keys()
+        self.runner.sleep()
+        self.is_sleeping = True
+
+    def wake(self) -> None:
+        """Make the device state anew, as large as it was. Nothing to do if nobody sleeps."""
+        if self.is_sleeping:
+            self.runner.state = jax.device_put(self._init_state(), self.device)
+            self.is_sleeping = False
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and on the host; requests go on."""
@@ -297,16 +323,16 @@ class LLMEngine:
             arrival,
             seed=derived_seed(self.config.seed, arrival) if params.seed is None else params.seed,
             priority=options.priority,
-            root=self._root(options, arrival, width),
+            root=self._root(options, width),
             stop_token_ids=params.ending_token_ids(self._eos_ids),
-            bad_word_ids=self._bad_word_ids(params),
+            bad_word_ids=bad_words_of(params, self.tokenizer),
             beam_search=search,
             width=width,
         )
         if params.logits_processor is not None:
             self.runner.add_processor(params.logits_processor)
         self.scheduler.add(request)
-        tracked = TrackedRequest(request, self.tokenizer, options.output_kind)
+        tracked = TrackedRequest(request, self.tokenizer, options)
         self._processor.tracked[request_id] = tracked
         self.metrics.on_add(len(token_ids))
         return request_id
@@ -319,24 +345,46 @@ class LLMEngine:
         request.unwanted.add(sample)
         if len(request.unwanted) == request.width:
             self._processor.finish(tracked, request.sequences[0], FinishReason.ABORT)
-        return self._processor.report(tracked)
+        return self._report_abort(tracked)
 
-    def _root(self, options: RequestOptions, arrival: int, width: int) -> bytes | None:
+    def _report_abort(self, tracked: TrackedRequest) -> RequestOutput:
+        output = self._processor.report(tracked)
+        self._switch_when_free()
+        return output
+
+    def _root(self, options: RequestOptions, width: int) -> bytes | None:
         """With whom a request shares blocks: many, its own sequences, or nobody."""
         if self.config.enable_prefix_caching and options.use_prefix_cache:
-            return root_hash(self._weights_version, cache_salt=options.cache_salt)
-        return private_root(arrival) if width > 1 else None
+            return root_hash(self._weights.version, cache_salt=options.cache_salt)
+        return private_root(next(self._private_roots)) if width > 1 else None
 
-    def _take(self, step: _StepInFlight) -> list[RequestOutput]:
-        outputs = self._processor.take(step.plan, step.output)
-        # The device began when the step was there and the one before it was done.
-        now, begun = time.monotonic(), max(step.started, self._last_taken)
-        self._last_taken = now
-        num_tokens = sum(chunk.num_tokens for chunk in step.plan.chunks)
-        is_prefill = num_tokens > 2 * len(step.plan.chunks) and step.plan.num_steps == 1
-        if is_prefill and not step.compiled:
-            self.preemption.observe_prefill(num_tokens, now - begun)
+    def _take(self, num_to_stay: int) -> list[RequestOutput]:
+        """The outputs that were kept, and those of all steps in flight but so many."""
+        outputs, self._kept = self._kept, []
+        while len(self._in_flight) > num_to_stay:
+            outputs += self._in_flight.take(self._processor)
+        self._switch_when_free()
+        if self.config.check_invariants:
+            self.scheduler.check()
         return outputs
+
+    def _switch_when_free(self) -> None:
+        """Take the weights that come next, if nobody needs the old ones any more."""
+        if self._weights.is_pending and not self.scheduler.has_begun:
+            self._switch_weights()
+
+    def _switch_weights(self) -> None:
+        """Take the weights that come next; all requests begin with them, again if need be."""
+        self._weights.switch()
+        self.scheduler.unhold()
+        self._kept = [output for output in self._kept if output.finished]
+        for tracked in self._processor.tracked.values():
+            root = self._root(tracked.options, tracked.request.width)
+            self._processor.restart(tracked, root)
+
+    def _check_awake(self) -> None:
+        if self.is_sleeping:
+            raise EngineAsleepError("the engine sleeps; wake it before it computes")
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return prompt_token_ids(
@@ -345,51 +393,3 @@ class LLMEngine:
             vocab_size=self.model.vocab_size,
             max_model_len=self.limits.max_model_len,
         )
-
-    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Also makes sure that there is a tokenizer for what needs one."""
-        if self.tokenizer is not None:
-            return bad_word_ids(params.bad_words, self.tokenizer)
-        for name in ("stop", "bad_words"):
-            if getattr(params, name):
-                raise InvalidRequestError(f"{name} is text, and there is no tokenizer for it")
-        return ()
-
-
-def _limits(
-    model: DecoderConfig, config: EngineConfig, kv_format: KVFormat, platform: str
-) -> SchedulerConfig:
-    max_model_len = config.max_model_len or model.max_position
-    if max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}; the model was made for {model.max_position} tokens"
-        )
-    return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=config.block_size
-        or default_block_size(platform, kv_format, config.max_num_seqs, max_model_len),
-        windows=model.kv_layout.windows,
-        offload_evicted=config.host_cache_bytes > 0,
-        num_decode_steps=config.num_decode_steps,
-    )
-
-
-def _snapshot(
-    scheduler: Scheduler, compiles: CompileLog, block_size_bytes: int, kernel_disabled: bool
-) -> EngineSnapshot:
-    pool, stats = scheduler.pool, scheduler.blocks.stats
-    return EngineSnapshot(
-        num_requests_running=len(scheduler.running),
-        num_requests_waiting=len(scheduler.waiting),
-        kv_cache_usage=1 - pool.num_free / pool.num_usable,
-        prefix_cache_queries=stats.prefix_queries,
-        prefix_cache_hits=stats.prefix_hits,
-        num_preemptions=scheduler.num_swaps + scheduler.num_recomputes,
-        compiles=compiles.num_programs,
-        compiles_after_warmup=compiles.num_after_warmup,
-        swap_out_bytes=stats.swapped_out * block_size_bytes,
-        swap_in_bytes=stats.swapped_in * block_size_bytes,
-        attention_kernel_disabled=int(kernel_disabled),
-    )

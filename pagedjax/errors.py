@@ -6,6 +6,7 @@ __all__ = [
     "CheckpointError",
     "CompilerNotInstalledError",
     "ConfigError",
+    "EngineAsleepError",
     "EngineDeadError",
     "InvalidRequestError",
     "KernelCheckError",
@@ -21,6 +22,10 @@ class CompilerNotInstalledError(PagedJaxError, ModuleNotFoundError):
 
 class InvalidRequestError(PagedJaxError, ValueError):
     """A request was refused at the door: its prompt or its sampling parameters cannot be served."""
+
+
+class EngineAsleepError(PagedJaxError, RuntimeError):
+    """A step was asked of an engine that sleeps; `wake` it first."""
 
 
 class EngineDeadError(PagedJaxError, RuntimeError):

@@ -87,6 +87,10 @@ class HostBlocks:
             while sum(transfer.values.nbytes for transfer in self._pending) > _PENDING_BYTES:
                 self._take_delivery(1)
 
+    def settle(self) -> None:
+        """Wait for all that is on its way to the host."""
+        self._take_delivery(len(self._pending))
+
     def swap_in(self, cache: KVCache, pairs: BlockPairs) -> KVCache:
         """Copy (host block, device block) pairs to the device; `cache` is donated."""
         wanted = {host for host, _ in pairs}

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,14 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.errors import InvalidRequestError, PagedJaxError, TokenizerError
 from pagedjax.loader import load_model
+from pagedjax.models.decoder import Params
 from pagedjax.options import RequestOptions
 from pagedjax.outputs import RequestMetrics, RequestOutput
-from pagedjax.prompts import Prompt
+from pagedjax.prompts import Prompt, prompt_list
+from pagedjax.rollout import Rollout, plan_rollout
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scoring import SCORING, Score, join_all, score_of
+from pagedjax.weights import InFlight
 
 
 class LLM:
@@ -58,7 +60,7 @@ class LLM:
         A prompt that cannot be served does not stop the others: its output carries the `error`,
         which `RequestOutput.outputs` raises.
         """
-        return self._complete(self._jobs(_as_list(prompts), params), options)
+        return self._complete(self._jobs(prompt_list(prompts), params), options)
 
     def chat(
         self,
@@ -122,7 +124,7 @@ class LLM:
           InvalidRequestError: one of the prompts or continuations is empty, or the two together
             have `max_model_len` tokens or more. Nothing is computed for the others then.
         """
-        joined = join_all(self.engine.tokenizer, _as_list(prompts), _as_list(continuations))
+        joined = join_all(self.engine.tokenizer, prompt_list(prompts), prompt_list(continuations))
         jobs = self._jobs([token_ids for token_ids, _ in joined], SCORING)
         outputs = self._complete(jobs, options, stops_at_error=True)
         borders = [border for _, border in joined]
@@ -141,7 +143,7 @@ class LLM:
           carries its `error`, as with `generate`.
         """
         add = self.engine.add_beam_search
-        jobs = [_Job(functools.partial(add, p, params), p) for p in _as_list(prompts)]
+        jobs = [_Job(functools.partial(add, p, params), p) for p in prompt_list(prompts)]
         return self._complete(jobs, options)
 
     def stream(
@@ -157,7 +159,62 @@ class LLM:
         Raises:
           PagedJaxError: a request was ended from outside, by the engine's `abort`.
         """
-        yield from self._serve(self._jobs(_as_list(prompts), params), options)
+        yield from self._serve(self._jobs(prompt_list(prompts), params), options)
+
+    def rollout(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        n: int = 1,
+        params: SamplingParams | None = None,
+        *,
+        weights: Params | None = None,
+        pad_token_id: int = 0,
+        prompt_length: int | None = None,
+        completion_length: int | None = None,
+    ) -> Rollout:
+        """Sample `n` continuations of every prompt, as arrays on the device for a training step.
+
+        Args:
+          prompts: text or token ids, one or many.
+          params: how tokens are chosen, for all of them; None takes the defaults. Of a `seed` every
+            prompt gets its own, by its place.
+          weights: to go on with from here on, as by `update_params`; all is sampled from them.
+          pad_token_id: what stands where no token is.
+          prompt_length, completion_length: widths of the arrays; None takes the longest prompt and
+            `params.max_tokens`. With widths that stay, a training step is compiled once.
+
+        Raises:
+          InvalidRequestError: names the prompt that is refused, or that is longer than
+            `prompt_length`; there is none; `max_tokens` is above `completion_length`; `params` want
+            another `n`, or all samples to be alike. Nothing is computed then.
+          ConfigError: as for `update_params`.
+        """
+        plan = plan_rollout(
+            self.engine,
+            prompt_list(prompts),
+            n,
+            params,
+            pad_token_id=pad_token_id,
+            prompt_length=prompt_length,
+            completion_length=completion_length,
+        )
+        if weights is not None:
+            self.update_params(weights)
+        jobs = self._jobs(plan.prompts, plan.params)
+        outputs = self._complete(jobs, None, stops_at_error=True)
+        return plan.arrays(outputs, self.engine.weights_version, self.engine.device)
+
+    def update_params(self, params: Params, *, in_flight: InFlight = "finish") -> None:
+        """Go on with other weights; see `LLMEngine.update_params`."""
+        self.engine.update_params(params, in_flight=in_flight)
+
+    def sleep(self) -> None:
+        """Free the device's memory but for the weights; see `LLMEngine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready to compute again; see `LLMEngine.wake`."""
+        self.engine.wake()
 
     # --- jobs: requests that are yet to be added ---
 
@@ -255,14 +312,6 @@ class _Job:
 
     add: Callable[..., str]
     prompt: Prompt = ""
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one text, one list of token ids, or many of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], Integral) else items
 
 
 def _conversations(

@@ -20,7 +20,9 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
+from pagedjax.compile_log import CompileLog
 from pagedjax.request import FinishReason
+from pagedjax.scheduler import Scheduler
 
 _PREFIX = "pagedjax_"
 
@@ -53,6 +55,26 @@ class EngineSnapshot:
     attention_kernel_disabled: int = 0
 
 
+def take_snapshot(
+    scheduler: Scheduler, compiles: CompileLog, block_bytes: int, kernel_disabled: bool
+) -> EngineSnapshot:
+    """State of an engine now."""
+    pool, stats = scheduler.pool, scheduler.blocks.stats
+    return EngineSnapshot(
+        num_requests_running=len(scheduler.running),
+        num_requests_waiting=len(scheduler) - len(scheduler.running),
+        kv_cache_usage=1 - pool.num_free / pool.num_usable,
+        prefix_cache_queries=stats.prefix_queries,
+        prefix_cache_hits=stats.prefix_hits,
+        num_preemptions=scheduler.num_swaps + scheduler.num_recomputes,
+        compiles=compiles.num_programs,
+        compiles_after_warmup=compiles.num_after_warmup,
+        swap_out_bytes=stats.swapped_out * block_bytes,
+        swap_in_bytes=stats.swapped_in * block_bytes,
+        attention_kernel_disabled=int(kernel_disabled),
+    )
+
+
 class EngineMetrics:
     """The metrics of one engine, in a registry of their own: engines in one process do not collide.
 
@@ -82,7 +104,10 @@ class EngineMetrics:
         self._counts.prompt_tokens += num_prompt_tokens
 
     def on_first_token(self, since_arrival_s: float) -> None:
-        """A request got the first token of any of its sequences; `on_tokens` counts the token."""
+        """A request got the first token of any of its sequences; `on_tokens` counts the token.
+
+        One that begins again with other weights gets a first token again.
+        """
         self._counts.first_token.observe(since_arrival_s)
 
     def on_tokens(

@@ -56,6 +56,18 @@ class OutputProcessor:
         self.scheduler.finish_sequence(seq)
         tracked.end(seq, reason)
 
+    def restart(self, tracked: TrackedRequest, root: bytes | None) -> None:
+        """Drop what a request has got; it begins again from its prompt, at its place.
+
+        Args:
+          root: see `Sequence.root`.
+        """
+        old = tracked.request
+        for seq in old.sequences:
+            seq.finish_reason = FinishReason.ABORT  # so that what is in flight is dropped
+        self.scheduler.finish(old)
+        self.scheduler.add(tracked.begin_anew(root))
+
     def report(self, tracked: TrackedRequest) -> RequestOutput:
         """The request as it stands; forgotten when it is finished."""
         if tracked.is_finished:

@@ -1,6 +1,8 @@
 """Prompts at the door: text or token ids, checked."""
 
+from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 from pagedjax.errors import InvalidRequestError, TokenizerError
 from pagedjax.tokenizer import Tokenizer
@@ -31,6 +33,14 @@ def prompt_token_ids(
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(f"token id {token_id} is not in [0, {vocab_size})")
     return [int(token_id) for token_id in token_ids]
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one text, one list of token ids, or many of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], Integral) else items
 
 
 def _encode(prompt: str, tokenizer: Tokenizer | None) -> list[int]:

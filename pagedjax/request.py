@@ -163,11 +163,22 @@ class Request:
             return len(self.sequences)
         return self.width
 
-    def begin_anew(self, root: bytes) -> None:
-        """Share no block with others from here on: what is computed next is not what they have."""
-        self.root = root if self.root is not None else None
-        for sequence in self.sequences:
-            sequence.root, sequence.block_hashes = self.root, []
+    def anew(self, root: bytes | None, unwanted: set[int]) -> "Request":
+        """The same request before it began, except for its `root` and its `unwanted` samples."""
+        return Request(
+            self.request_id,
+            self.prompt_token_ids,
+            self.params,
+            self.arrival,
+            self.seed,
+            priority=self.priority,
+            root=root,
+            stop_token_ids=self.stop_token_ids,
+            bad_word_ids=self.bad_word_ids,
+            beam_search=None if self.beam_search is None else self.beam_search.anew(),
+            width=self.width,
+            unwanted=unwanted,
+        )
 
 
 def derived_seed(seed: int, index: int) -> int:

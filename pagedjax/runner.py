@@ -118,6 +118,12 @@ class Runner:
         with self.compiles.watch("measurement of the link"):
             return self._host.link_bytes_per_s(self.state.cache)
 
+    def sleep(self) -> None:
+        """Free the device state; what swapped blocks hold is on the host then."""
+        self._host.settle()
+        for values in jax.tree.leaves(self.state):
+            values.delete()
+
     def warmup(self) -> int:
         """Compile everything (on padding: the pool keeps its contents); returns the shapes."""
         with self.compiles.watch("block transfers"):

@@ -27,6 +27,9 @@ class Scheduler:
     Args:
       pool: blocks on the device. host: blocks in host memory for preempted requests.
       prefers_swap: given the tokens to compute again and the blocks to move, whether to swap.
+
+    Attributes:
+      held: requests that must not begin while `is_holding`.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Scheduler:
             offload_evicted=config.offload_evicted,
         )
         self.waiting = WaitingQueue()
+        self.held = WaitingQueue()
+        self.is_holding = False
         self.running: list[Request] = []
         self.num_swaps = 0
         self.num_recomputes = 0
@@ -56,7 +61,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         """Requests that are not finished."""
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + len(self.held) + len(self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -81,7 +86,32 @@ class Scheduler:
                 f"{request.width} sequences; the pool has {self.pool.num_usable}. Shorten the "
                 "request or raise num_blocks"
             )
-        self.waiting.push(request)
+        (self.held if self.is_holding else self.waiting).push(request)
+
+    def hold(self) -> None:
+        """Let nobody begin; those who have begun go on, also when they are preempted."""
+        self.is_holding = True
+        for request in self.waiting:
+            if not request.num_preemptions:
+                self.waiting.remove(request)
+                self.held.push(request)
+
+    def unhold(self) -> None:
+        """Let all begin."""
+        self.is_holding = False
+        for request in self.held:
+            self.held.remove(request)
+            self.waiting.push(request)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody goes on while nobody may begin."""
+        return bool(self.running or self.waiting)
+
+    def preempt_all(self) -> None:
+        """Take the blocks of all requests that run, who will compute them again."""
+        while self.running:
+            self._preempt(self.running[-1], may_swap=False)
 
     def schedule(self) -> StepPlan:
         """The next step, with slots and blocks assigned; without chunks when there is no work.
@@ -175,8 +205,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants; between steps."""
-        self.blocks.check([*self.running, *self.waiting])
-        self.slots.check(self.running, self.waiting)
+        waiting = [*self.waiting, *self.held]
+        self.blocks.check([*self.running, *waiting])
+        self.slots.check(self.running, waiting)
 
     # --- one step ---
 
@@ -323,12 +354,12 @@ class Scheduler:
         ):
             self._preempt(self.running[-1])
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, may_swap: bool = True) -> None:
         """Stop the last of the running requests and take all of its blocks."""
         assert request is self.running[-1]
         self.running.pop()
         num_blocks = len(self.blocks.blocks_of(request))
-        fits = 0 < num_blocks <= self.blocks.host.num_free
+        fits = may_swap and 0 < num_blocks <= self.blocks.host.num_free
         # Beams that do not run cannot be continued, so what is in flight of them has to come again.
         fits &= not (request.num_in_flight and request.beam_search is not None)
         if fits and self._prefers_swap(_tokens_to_recompute(request), num_blocks):
@@ -350,10 +381,9 @@ class Scheduler:
         self.slots.release(seq)
 
     def _end(self, request: Request) -> None:
-        if request in self.waiting:
-            self.waiting.remove(request)
-        else:
-            self.running.remove(request)
+        queues = (self.waiting, self.held)
+        queue = next((queue for queue in queues if request in queue), self.running)
+        queue.remove(request)
         self.slots.release_all(request)
 
 

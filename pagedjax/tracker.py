@@ -3,7 +3,7 @@
 import time
 
 from pagedjax.beam_search import Hypothesis
-from pagedjax.options import OutputKind
+from pagedjax.options import RequestOptions
 from pagedjax.output_text import OutputText
 from pagedjax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedjax.request import FinishReason, Request, Sequence
@@ -14,6 +14,7 @@ class TrackedRequest:
     """A request with what the engine adds to it.
 
     Attributes:
+      options: how it is treated.
       arrival: seconds of a monotonic clock.
       ended: its sequences that are finished.
     """
@@ -22,13 +23,13 @@ class TrackedRequest:
         self,
         request: Request,
         tokenizer: Tokenizer | None,
-        output_kind: OutputKind = "cumulative",
+        options: RequestOptions,
     ):
         self.request = request
+        self.options = options
         self.arrival = time.monotonic()
         self.ended: list[Sequence] = []
         self._tokenizer = tokenizer
-        self._output_kind = output_kind
         self._texts: dict[Sequence, OutputText] = {}
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -40,7 +41,19 @@ class TrackedRequest:
     @property
     def is_reported(self) -> bool:
         """Whether its user wants to know how it stands now."""
-        return self.is_finished or self._output_kind == "cumulative"
+        return self.is_finished or self.options.output_kind == "cumulative"
+
+    def begin_anew(self, root: bytes | None) -> Request:
+        """Forget what was generated; returns the request that takes the place of the one so far.
+
+        Samples that were aborted stay so, without the tokens that they had.
+        """
+        aborted = {seq.index for seq in self.ended if seq.finish_reason is FinishReason.ABORT}
+        self.request = self.request.anew(root, self.request.unwanted | aborted)
+        self.ended = []
+        self._texts = {}
+        self._first_token = self._last_token = None
+        return self.request
 
     def note_tokens(self, now: float) -> bool:
         """Tokens came; returns whether they are the first."""

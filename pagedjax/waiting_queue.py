@@ -1,16 +1,24 @@
 """Requests that wait, by priority and arrival."""
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 from pagedjax.request import Request
 
+_SLACK = 16  # entries that may always have left
+
 
 class WaitingQueue:
-    """A heap over `Request.order`; leaving from the middle is O(1) (cleaned up when on top)."""
+    """A heap over `Request.order`; leaving from the middle is O(1), amortized.
+
+    Who has left is cleaned up when on top, and when most of the heap has left.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        # The number settles whose turn it is between a request and who takes its place.
+        self._heap: list[tuple[int, int, int, Request]] = []
+        self._numbers = itertools.count()
         self._members: dict[Request, None] = {}
 
     def __len__(self) -> int:
@@ -25,7 +33,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._members[request] = None
-        heapq.heappush(self._heap, (*request.order, request))
+        heapq.heappush(self._heap, (*request.order, next(self._numbers), request))
 
     def peek(self) -> Request:
         """The one to be served next."""
@@ -46,3 +54,6 @@ class WaitingQueue:
           KeyError: it does not wait.
         """
         del self._members[request]
+        if len(self._heap) > 2 * len(self._members) + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[-1] in self._members]
+            heapq.heapify(self._heap)

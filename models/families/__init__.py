@@ -24,7 +24,14 @@ from pagedjax.models.families.names import (
 )
 from pagedjax.models.families.qwen import QWEN2_DEFAULTS, QWEN3_DEFAULTS, qwen2, qwen3
 
-__all__ = ["FUSED_PARTS", "TensorNames", "from_gguf", "from_hf"]
+__all__ = [
+    "FUSED_PARTS",
+    "HF_GEMMA_NAMES",
+    "HF_NAMES",
+    "TensorNames",
+    "from_gguf",
+    "from_hf",
+]
 
 
 @dataclasses.dataclass(frozen=True)

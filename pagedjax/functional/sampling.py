@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pagedjax.errors import ConfigError
 from pagedjax.logits import LogitsProcessor
@@ -107,7 +107,7 @@ def sampling_input(
     """The sampler's view of S sequences, sequence i in slot i and behind row i."""
     num_seqs = len(seeds)
 
-    def column(value: ArrayLike | None, dtype: type, absent: float = 0) -> jax.Array:
+    def column(value: ArrayLike | None, dtype: DTypeLike, absent: float = 0) -> jax.Array:
         value = jnp.asarray(absent if value is None else value).astype(dtype)
         return jnp.broadcast_to(value, num_seqs)
 

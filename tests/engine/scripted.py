@@ -60,7 +60,7 @@ class Script(Simulation):
         scheduler, stranger = self.scheduler, self.stranger
         stranger.block_tables = np.array([self.taken], np.int32)
         stranger.num_blocks = len(self.taken)
-        known = [*scheduler.running, *scheduler.waiting]
+        known = [*scheduler.running, *scheduler.waiting, *scheduler.held]
         scheduler.blocks.check([*known, stranger.request])
         self.memory.check(known)
 

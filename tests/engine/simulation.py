@@ -38,6 +38,7 @@ class Simulation:
         self.happened: Counter[str] = Counter()
         self.live: dict[Request, Arrival] = {}
         self.version = 0
+        self.is_update_pending = False
         self.num_arrivals = 0
         self.num_steps = 0
 
@@ -49,6 +50,7 @@ class Simulation:
     def run(self) -> None:
         to_come = list(self.workload.arrivals)
         bound = 60 + sum(8 * (len(a.prompt) + a.width * a.max_tokens) for a in to_come)
+        bound *= 1 + len(self.workload.update_steps)
         while to_come or self.live or self.in_flight:
             assert self.num_steps < bound, f"{len(self.live)} requests never finish"
             while to_come and to_come[0].step <= self.num_steps:
@@ -60,6 +62,10 @@ class Simulation:
     def check_all_is_free(self) -> None:
         scheduler = self.scheduler
         assert len(scheduler) == len(self.in_flight) == 0
+        self.check_all_blocks_are_free()
+
+    def check_all_blocks_are_free(self) -> None:
+        scheduler = self.scheduler
         for pool in (scheduler.pool, scheduler.blocks.host):
             assert pool.num_free == pool.num_usable
         scheduler.check()
@@ -122,17 +128,40 @@ class Simulation:
             elif arrival.abort_sample_step == self.num_steps and not arrival.is_beam_search:
                 self.end_sequence(self.random.choice(request.sequences))
         if self.num_steps in self.workload.update_steps:
-            self.update_weights()
+            self.update_weights(restarts=self.random.random() < 0.5)
         if self.num_steps in self.workload.reset_steps:
             self.reset_prefix_cache()
+        self.switch_when_free()
 
-    def update_weights(self) -> None:
+    def update_weights(self, *, restarts: bool) -> None:
+        """Those who have begun begin again, or come to their end before anybody else begins."""
+        self.is_update_pending = True
+        if restarts:
+            self.switch_weights()
+        else:
+            self.scheduler.hold()
+            self.switch_when_free()
+
+    def switch_when_free(self) -> None:
+        if self.is_update_pending and not self.scheduler.has_begun:
+            self.switch_weights()
+
+    def switch_weights(self) -> None:
+        self.is_update_pending = False
         self.memory.weights += 1
         self.version += 1
-        self.reset_prefix_cache()
-        for request in self.live:
+        self.scheduler.unhold()
+        for request, arrival in list(self.live.items()):
+            begun = bool(request.num_preemptions or request in self.scheduler.running)
+            self.happened["restarted"] += begun
+            self.end(request)
+            root = self.root(arrival.root)
             self.num_arrivals += 1
-            request.begin_anew(private_root(self.num_arrivals))
+            if root is not None:
+                self.memory.versions[root] = self.memory.weights
+            again = request.anew(root, set())
+            self.scheduler.add(again)
+            self.live[again] = arrival
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.pool.forget_keys()
@@ -165,6 +194,7 @@ class Simulation:
         self.check_memory()
         while len(self.in_flight) > (self.workload.num_in_flight if plan.chunks else 0):
             self.collect(self.in_flight.popleft())
+        self.switch_when_free()
         self.num_steps += 1
         return plan
 
@@ -243,6 +273,7 @@ class Simulation:
         del self.live[request]
         assert not request.sequences
         assert request not in self.scheduler.waiting
+        assert request not in self.scheduler.held
         assert not request.spare_slots
 
     def end_sequence(self, seq: Sequence) -> None:
@@ -272,8 +303,10 @@ class Simulation:
         slots = [seq.slot for request in scheduler.running for seq in request.sequences]
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(config.max_num_seqs))
-        assert set(scheduler.running).isdisjoint(scheduler.waiting)
-        assert {*scheduler.running, *scheduler.waiting} == set(self.live)
+        queues = (scheduler.running, scheduler.waiting, scheduler.held)
+        assert sum(map(len, queues)) == len(self.live)
+        assert {request for queue in queues for request in queue} == set(self.live)
+        assert scheduler.is_holding == self.is_update_pending
 
     def check_order(
         self, stayed: list[Request], preempted: list[Request], waiting: list[Request]

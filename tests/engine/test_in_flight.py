@@ -309,10 +309,27 @@ def test_other_weights_and_an_emptied_cache_meet_a_step_in_flight() -> None:
     sim = InFlight(30, block_size=2, num_decode_steps=2)
     (seq,) = sim.add(1, 2, 3, max_tokens=12).sequences
     sim.steps(2)
-    sim.update_weights()
-    sim.step()  # tokens of the old weights come, for blocks that nobody else may find
-    prompt = [*seq.token_ids, 9]
-    sim.add(*prompt)
-    assert chunks(sim.step())[-1][1:] == (0, len(prompt))
+    sim.update_weights(restarts=False)
+    prompt = [1, 2, 3, *seq.output_token_ids, 9]
+    later = sim.add(*prompt)
+    while not sim.version:
+        assert later in sim.scheduler.held
+        sim.step()
+    assert seq.num_output_tokens == 12
+    assert chunks(sim.step())[-1][1:] == (0, len(prompt)), "old blocks are not found"
     sim.reset_prefix_cache()
+    sim.run_to_the_end()
+
+
+def test_who_begins_again_is_computed_while_its_old_step_is_in_flight() -> None:
+    sim = InFlight(30, block_size=2)
+    old = sim.add(1, 2, 3, max_tokens=5, priority=1)
+    sim.steps(2)
+    sim.add(50, 51)
+    sim.update_weights(restarts=True)
+    assert old.num_in_flight == 1
+    assert chunks(sim.step()) == [(2, 0, 2), (1, 0, 3)]
+    assert old.num_in_flight == sum(seq.num_output_tokens for seq in old.sequences) == 0
+    _, again = sim.scheduler.running
+    assert (again.order, again.params, again.seed) == (old.order, old.params, old.seed)
     sim.run_to_the_end()

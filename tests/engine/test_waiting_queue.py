@@ -108,3 +108,26 @@ def test_who_left_is_not_kept_forever() -> None:
         queue.remove(request)
         assert queue.peek().arrival == 10_000
     assert len(queue._heap) == 1
+
+
+def test_who_takes_the_place_of_another_goes_when_it_would_have_gone() -> None:
+    queue = WaitingQueue()
+    for arrival in range(3):
+        queue.push(make_request([1], arrival))
+    for request in queue:
+        queue.remove(request)
+        queue.push(request.anew(None, set()))
+    assert [queue.pop().arrival for _ in range(3)] == [0, 1, 2]
+    assert not queue
+
+
+def test_those_who_have_left_are_not_kept_for_ever() -> None:
+    queue = WaitingQueue()
+    stays = make_request([1], 0, priority=-1)
+    queue.push(stays)
+    for arrival in range(1, 1000):
+        request = make_request([1], arrival)
+        queue.push(request)
+        queue.remove(request)
+    assert len(queue._heap) < 30
+    assert queue.pop() is stays
