@@ -16,7 +16,6 @@ from pagedjax.functional.forward import append
 from pagedjax.functional.sampling import (
     Sampling,
     note_prompts,
-    processors_of,
     sampling_input,
     start_slots,
 )
@@ -140,7 +139,8 @@ def generate(
         processor=logits_processor is not None,
         logprobs=logprobs,
     )
-    call = _Call(config, params, processors_of(logits_processor), rows, stops)
+    processors = () if logits_processor is None else (logits_processor,)
+    call = _Call(config, params, processors, rows, stops)
     cache = release(cache, jnp.ones(cache.num_seqs, bool))
     chunk = max(1, min(width, max_num_batched_tokens // num_prompts))
     cache, tokens, last = _prefill(call, cache, prompt_ids, prompt_lens, chunk)

@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from pagedjax.errors import ConfigError
-from pagedjax.logits import LogitsProcessor
 from pagedjax.request import derived_seed
 from pagedjax.sampler import SamplerOutput
 from pagedjax.sampler import sample as sample_rows
@@ -150,7 +149,3 @@ def note_prompts(
     stops = jnp.zeros(slots.tokens.shape[1], bool).at[stop_token_ids].set(True, mode="drop")
     flags = jnp.where(in_prompt, IN_PROMPT, 0) | jnp.where(stops, STOPS, 0)[None]
     return dataclasses.replace(slots, tokens=slots.tokens | flags)
-
-
-def processors_of(processor: LogitsProcessor | None) -> tuple[LogitsProcessor, ...]:
-    return () if processor is None else (processor,)
