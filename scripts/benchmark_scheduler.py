@@ -41,6 +41,7 @@ from pagedjax.batch import build_batch
 from pagedjax.block_hash import root_hash
 from pagedjax.block_pool import BlockPool
 from pagedjax.models.config import NO_WINDOW
+from pagedjax.options import RequestOptions
 from pagedjax.plan import StepPlan
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
@@ -126,7 +127,7 @@ class Simulation:
         self.scheduler = Scheduler(self.limits, BlockPool(num_blocks + 1))
         for request in (*requests, *queue[: load.waiting]):
             self.scheduler.add(request)
-        self._tracked = [TrackedRequest(request, None) for request in requests]
+        self._tracked = [TrackedRequest(request, None, RequestOptions()) for request in requests]
         self._rows = SamplingRows(load.running)
         self._rng = np.random.default_rng(2)
         self.times: list[tuple[float, ...]] = []

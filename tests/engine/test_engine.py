@@ -524,8 +524,8 @@ def test_after_warm_up_no_request_compiles_anything() -> None:
     engine = tiny_engine(
         SLIDING,
         block_size=4,
-        max_num_seqs=3,
-        max_num_batched_tokens=5,
+        max_num_seqs=2,
+        max_num_batched_tokens=3,
         num_blocks=60,
         num_decode_steps=3,
         logits_processors=(_halve,),
@@ -536,7 +536,7 @@ def test_after_warm_up_no_request_compiles_anything() -> None:
     assert len(compiles) >= num_buckets == len(engine.runner.buckets.all())
     rng = np.random.default_rng(21)
     with counted_compiles() as compiles:
-        for prompt in random_prompts(22, rng.integers(1, 47, 50).tolist()):
+        for prompt in random_prompts(22, rng.integers(1, 47, 30).tolist()):
             params = SamplingParams(
                 max_tokens=int(rng.integers(1, 12)),
                 temperature=float(rng.choice([0.0, 0.7])),

@@ -1,8 +1,5 @@
 """The report of training and inference, on a tiny model."""
 
-import dataclasses
-
-from pagedjax.models.decoder import random_params
 from tests.engine.tiny import SLIDING, tiny_params
 from tests.scripts.load import load_script
 
@@ -12,8 +9,5 @@ def test_sampling_and_training_agree() -> None:
     row = script.compare(SLIDING, tiny_params(SLIDING), prompts, 20)
     assert row.tokens == 40
     assert 0 < row.mean <= row.most <= 1e-5
-    half = dataclasses.replace(SLIDING, dtype="bfloat16")
-    rough = script.compare(half, random_params(half, "cpu"), prompts, 20)
-    assert rough.dtype == "bfloat16"
-    assert 0 < rough.most < 0.1
-    assert script.make_table([row, rough], "tiny").row_count == 2
+    assert row.most <= row.ratio <= 1.1e-5
+    assert script.make_table([row], "tiny").row_count == 1
