@@ -130,7 +130,7 @@ TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, dea
 
 @pytest.mark.slow
 class TestPoolMachineDeeply(PoolMachine.TestCase):
-    settings = settings(max_examples=500, stateful_step_count=100, deadline=None)
+    settings = settings(max_examples=300, stateful_step_count=100, deadline=None)
 
 
 def test_the_null_block_is_not_usable_and_never_handed_out() -> None:

@@ -27,7 +27,7 @@ def test_in_many_random_days_everything_happens_and_every_step_is_right() -> Non
     assert all(count > 20 for count in happened.values()), happened
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.randoms())
 def test_any_workload_is_served_within_the_limits(random: Random) -> None:
     Simulation(random_workload(random)).run()

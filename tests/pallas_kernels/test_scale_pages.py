@@ -12,7 +12,7 @@ from pallas_kernels.scale_pages import touched_pages, write_scale_pages
 HEADS, SEQS, WIDTH = 3, 5, 12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30)), max_size=SEQS),
