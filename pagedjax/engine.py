@@ -159,7 +159,9 @@ class LLMEngine:
             Nothing else is affected.
         """
         params = params or SamplingParams()
-        return self._add(self._token_ids(prompt), params, request_id, options, params.num_samples)
+        return self._add(
+            self.encode_prompt(prompt), params, request_id, options, params.num_samples
+        )
 
     def add_beam_search(
         self,
@@ -173,7 +175,7 @@ class LLMEngine:
         Raises:
           InvalidRequestError: as for `add_request`.
         """
-        token_ids = self._token_ids(prompt)
+        token_ids = self.encode_prompt(prompt)
         search = start_search(params, self._eos_ids, self.limits.max_model_len - len(token_ids))
         return self._add(token_ids, search.sampling, request_id, options, params.beam_width, search)
 
@@ -386,7 +388,8 @@ class LLMEngine:
         if self.is_sleeping:
             raise EngineAsleepError("the engine sleeps; wake it before it computes")
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; InvalidRequestError where `add_request` would refuse them."""
         return prompt_token_ids(
             prompt,
             self.tokenizer,

@@ -12,7 +12,7 @@ from pagedjax.engine import LLMEngine
 from pagedjax.errors import InvalidRequestError
 from pagedjax.finish_code import FinishCode
 from pagedjax.outputs import CompletionOutput, RequestOutput
-from pagedjax.prompts import Prompt, prompt_token_ids
+from pagedjax.prompts import Prompt
 from pagedjax.request import FinishReason, derived_seed
 from pagedjax.sampling_params import SamplingParams
 
@@ -151,12 +151,7 @@ def _with_own_seed(params: SamplingParams, index: int) -> SamplingParams:
 
 def _encode(engine: LLMEngine, index: int, prompt: Prompt) -> list[int]:
     try:
-        return prompt_token_ids(
-            prompt,
-            engine.tokenizer,
-            vocab_size=engine.model.vocab_size,
-            max_model_len=engine.limits.max_model_len,
-        )
+        return engine.encode_prompt(prompt)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"prompt {index}: {error}") from error
 

@@ -33,8 +33,7 @@ def prefill(
     cache, tokens, step = append(cache, token_ids, lengths)
     model = bind(config, params)
     hidden, kv = model(tokens, step, cache.kv)
-    last = jnp.maximum(step.query_start[1:] - 1, 0)
-    return dataclasses.replace(cache, kv=kv), model.logits(hidden[last])
+    return dataclasses.replace(cache, kv=kv), model.logits(hidden[last_rows(step)])
 
 
 def decode_step(
@@ -86,3 +85,8 @@ def append(
     )
     tokens = token_ids.at[sequence, place].get(mode="clip")
     return cache, tokens, step
+
+
+def last_rows(step: StepInput) -> jax.Array:
+    """i32[R], the row of each sequence's last token; some row of another's where it has none."""
+    return jnp.maximum(step.query_start[1:] - 1, 0)

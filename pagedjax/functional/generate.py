@@ -12,7 +12,7 @@ from pagedjax.batch import FROM_STATE, Batch, PromptTargets
 from pagedjax.errors import ConfigError
 from pagedjax.finish_code import FinishCode
 from pagedjax.functional.cache import Cache, fork, release
-from pagedjax.functional.forward import append
+from pagedjax.functional.forward import append, last_rows
 from pagedjax.functional.sampling import (
     Sampling,
     note_prompts,
@@ -214,8 +214,7 @@ def _first_tokens(
     """Compute the last chunk, sample `n` tokens behind each prompt, and let them share it."""
     num_seqs = cache.num_seqs
     parents = jnp.arange(num_seqs, dtype=jnp.int32) // n
-    row = jnp.maximum(last.query_start[1:] - 1, 0)[parents]
-    rows = dataclasses.replace(call.sampling, row=row)
+    rows = dataclasses.replace(call.sampling, row=last_rows(last)[parents])
     cache, slots, sampled = _step(call, cache, slots, tokens, last, rows)
     cache = fork(cache, parents)
     nothing = jnp.zeros((num_seqs, max_tokens), jnp.float32)
@@ -233,7 +232,7 @@ def _advance(call: _Call, p: _Progress) -> _Progress:
     cache, tokens, own = append(p.cache, from_state, alive.astype(jnp.int32))
     rows = dataclasses.replace(
         call.sampling,
-        row=jnp.maximum(own.query_start[1:] - 1, 0),
+        row=last_rows(own),
         slot=jnp.where(alive, call.sampling.slot, jnp.iinfo(jnp.int32).max),
         position=call.sampling.position + p.count,
     )
